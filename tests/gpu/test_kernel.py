@@ -240,7 +240,7 @@ def test_every_kernel_has_its_source() -> None:
 
 def test_training_asks_the_same_table() -> None:
     card = make_card()
-    for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "portable backward")):
+    for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "Hopper backward")):
         choice = choose(work, TrainingConfig(128, torch.bfloat16, 128), card)
         assert choice.kernel and choice.kernel.name == name
         assert choice.kernel.tiles(TrainingConfig(128, torch.bfloat16, 128), card)

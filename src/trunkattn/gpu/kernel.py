@@ -170,6 +170,13 @@ KERNELS: Final = (
         portable=True,
     ),
     Kernel(
+        name="Hopper backward",
+        work=Work.BACKWARD,
+        module="trunkattn.training.hopper.backward",
+        refuses=training.refuses_hopper_backward,
+        tiles=training.hopper_backward_tiles,
+    ),
+    Kernel(
         name="portable backward",
         work=Work.BACKWARD,
         module="trunkattn.training.backward",

@@ -35,18 +35,20 @@ class PrepareTensors(NamedTuple):
     shift: Any
 
 
+class RowValues(NamedTuple):
+    """What the kernels need of each query of a block. delta: row sums of dout · out, less dlse, since a gradient of lse
+    adds p · dlse to ds. shift: lse in base 2, and +inf for a query that sees nothing, so that its p is 0."""
+
+    delta: Any
+    shift: Any
+
+
 @triton.jit
-def prepare_kernel(
-    tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes delta and shift. delta: row sums of dout · out, less dlse, since a gradient of lse adds p · dlse to ds.
-    shift: lse in base 2, and +inf for a query that sees nothing, so that its p is 0."""
-    first, other = tl.program_id(0) % num_blocks * BLOCK, tl.program_id(0) // num_blocks
-    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
-    token_stride = num_qo_heads * WIDTH.dim
-    at = batch * seqlen_q * token_stride + head * WIDTH.dim
-    out = load_tile(tensors.out + at, first, token_stride, seqlen_q, BLOCK, WIDTH, True)
-    dout = load_tile(tensors.dout + at, first, token_stride, seqlen_q, BLOCK, WIDTH, True)
+def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """`RowValues` of a block of queries from `first` on, of a sequence of `length`; 0 and +inf behind its end. at,
+    row_at: where a head of the sequence begins in out and dout, and in lse and dlse."""
+    out = load_tile(tensors.out + at, first, token_stride, length, BLOCK, WIDTH, True)
+    dout = load_tile(tensors.dout + at, first, token_stride, length, BLOCK, WIDTH, True)
     if tensors.out.dtype.element_ty == tl.float32:  # summed as dout vᵀ is: for a query of one key both then cancel
         products = tl.dot(dout, tl.trans(out), input_precision="ieee")
         diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
@@ -54,13 +56,28 @@ def prepare_kernel(
     else:
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     m = first + tl.arange(0, BLOCK)
-    rows = (batch * num_qo_heads + head) * seqlen_q + m
-    inside = m < seqlen_q
-    lse = tl.load(tensors.lse + rows, mask=inside, other=0.0)
+    inside = m < length
+    lse = tl.load(tensors.lse + row_at + m, mask=inside, other=-float("inf"))
     sees_nothing = lse == -float("inf")
-    dlse = tl.load(tensors.dlse + rows, mask=inside, other=0.0)  # may be NaN where a query sees nothing
-    tl.store(tensors.delta + rows, tl.where(sees_nothing, 0.0, delta - dlse), mask=inside)
-    tl.store(tensors.shift + rows, tl.where(sees_nothing, float("inf"), lse * LOG2_E), mask=inside)
+    dlse = tl.load(tensors.dlse + row_at + m, mask=inside, other=0.0)  # may be NaN where a query sees nothing
+    return RowValues(tl.where(sees_nothing, 0.0, delta - dlse), tl.where(sees_nothing, float("inf"), lse * LOG2_E))
+
+
+@triton.jit
+def prepare_kernel(
+    tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes delta and shift of a block of queries."""
+    first, other = tl.program_id(0) % num_blocks * BLOCK, tl.program_id(0) // num_blocks
+    head, batch = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
+    token_stride = num_qo_heads * WIDTH.dim
+    at = batch * seqlen_q * token_stride + head * WIDTH.dim
+    row_at = (batch * num_qo_heads + head) * seqlen_q
+    found = row_values(tensors, at, row_at, first, seqlen_q, token_stride, WIDTH, BLOCK)
+    m = first + tl.arange(0, BLOCK)
+    inside = m < seqlen_q
+    tl.store(tensors.delta + row_at + m, found.delta, mask=inside)
+    tl.store(tensors.shift + row_at + m, found.shift, mask=inside)
 
 
 def backward(

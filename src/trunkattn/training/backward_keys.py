@@ -160,12 +160,12 @@ def _add_group(
 
 
 @triton.jit
-def _seen_by(batch, block, side, first, TILE: tl.constexpr, VARIANT: tl.constexpr):
-    """`Ranges` of the queries that see a block of keys from `first` on."""
+def seen_by(batch, n, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.constexpr):
+    """`Ranges` of the queries that see a block of keys, numbers n from `first` on."""
     BLOCK_M: tl.constexpr = TILE.block_m
-    offset = side.len_k - side.length
+    offset = len_k - len_q
     last = first + TILE.block_n - 1
-    end = tl.where(first < side.len_k, side.length, 0)
+    end = tl.where(first < len_k, len_q, 0)
     begin, full_begin, full_end = 0, 0, end
     if VARIANT.causal or VARIANT.window:
         ahead = 0
@@ -174,21 +174,21 @@ def _seen_by(batch, block, side, first, TILE: tl.constexpr, VARIANT: tl.constexp
         begin = tl.minimum(tl.maximum(first - ahead - offset, 0), end) // BLOCK_M * BLOCK_M
         full_begin = tl.maximum(tl.cdiv(tl.maximum(last - ahead - offset, 0), BLOCK_M) * BLOCK_M, begin)
     if VARIANT.tree:  # the queries that see a key are its subtree
-        inside = block.n < block.length
-        ends = tl.load(batch.subtree_end + block.n, mask=inside, other=0)
+        inside = n < len_k
+        ends = tl.load(batch.subtree_end + n, mask=inside, other=0)
         end = tl.max(ends)
-        full_end = tl.min(tl.where(inside, ends, block.length))
-        full_end = tl.where(full_end >= side.length, end, full_end // BLOCK_M * BLOCK_M)
+        full_end = tl.min(tl.where(inside, ends, len_k))
+        full_end = tl.where(full_end >= len_q, end, full_end // BLOCK_M * BLOCK_M)
         if VARIANT.window:
             full_end = begin
     elif VARIANT.window:
         full_end = tl.minimum(end, tl.maximum(first + batch.window - offset, 0) // BLOCK_M * BLOCK_M)
         end = tl.minimum(end, tl.maximum(last + batch.window - offset, 0))
     if VARIANT.tree or VARIANT.window:
-        no_full = (full_begin >= full_end) | (last >= side.len_k)
+        no_full = (full_begin >= full_end) | (last >= len_k)
         full_begin, full_end = tl.where(no_full, end, full_begin), tl.where(no_full, end, full_end)
     elif not VARIANT.even_k:
-        full_begin = tl.where(last >= side.len_k, end, full_begin)
+        full_begin = tl.where(last >= len_k, end, full_begin)
     return Ranges(begin, tl.minimum(full_begin, end), full_end, end)
 
 
@@ -237,7 +237,7 @@ def keys_kernel(
         tensors.delta + at_row,
     )
     side = QuerySide(strides.q_head, strides.q_token, out_stride, q_stride, seqlen_q, len_q, len_k)
-    ranges = _seen_by(batch, block, side, first, TILE, VARIANT)
+    ranges = seen_by(batch, n, first, len_q, len_k, TILE, VARIANT)
     D: tl.constexpr = SHAPE.keys.padded
     D_V: tl.constexpr = SHAPE.head_values.padded
     state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D_V], tl.float32))

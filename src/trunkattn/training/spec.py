@@ -43,33 +43,49 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
+_HOPPER_CAPABILITIES: Final = (90,)
 
 
-def _refuses_either_cudnn(
-    config: TrainingConfig, card: Card, name: str, wide: tuple[tuple[int, int], ...]
+def _refuses_16_bit(
+    config: TrainingConfig,
+    card: Card,
+    name: str,
+    wide: tuple[tuple[int, int], ...] = (),
+    capabilities: tuple[int, ...] = _CUDNN_CAPABILITIES,
+    lowest: int = 8,
 ) -> list[str]:
-    """What both ways to cuDNN refuse. name: of the way; wide: pairs of head_dims above 128 that it takes."""
+    """What kernels refuse that are made for some cards. name: of the kernel; wide: pairs of head_dims above 128 that it
+    takes; lowest: head_dim that it takes."""
     reasons = [f"{option} is given: {name} has none" for option in config.options]
     if config.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")
     dims = config.head_dim, config.head_dim_v
-    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in wide):
+    if not (all(dim % 8 == 0 and lowest <= dim <= 128 for dim in dims) or dims in wide):
         more = ", 192 and 128, or 256" if wide else ""
-        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128{more}")
-    if card.capability not in _CUDNN_CAPABILITIES:
-        reasons.append("compute capability {}.{}: expected 9.0, 10.0 or 10.3".format(*divmod(card.capability, 10)))
+        multiples = "multiples of 8" if lowest == 8 else f"multiples of 8 from {lowest}"
+        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected {multiples} to 128{more}")
+    if card.capability not in capabilities:
+        *others, last = (f"{number // 10}.{number % 10}" for number in capabilities)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        reasons.append("compute capability {}.{}: expected {}".format(*divmod(card.capability, 10), expected))
     return reasons
+
+
+def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the backward kernel for Hopper does not compute an attention on a card; empty: it does, if TMA reads the
+    tensors. Heads of 32 and less would be padded to twice their size."""
+    return _refuses_16_bit(config, card, "the Hopper backward kernel", (), _HOPPER_CAPABILITIES, 40)
 
 
 def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why the cuDNN of PyTorch does not compute sequences of one length on a card; empty: it does, if its PyTorch says
     so of the tensors, too."""
-    return _refuses_either_cudnn(config, card, "PyTorch's cuDNN attention", ())
+    return _refuses_16_bit(config, card, "PyTorch's cuDNN attention")
 
 
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
-    reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
+    reasons = _refuses_16_bit(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
     installed = cudnn_version()
     if installed < CUDNN_NEEDS:
         found = f"version {'.'.join(map(str, installed))}" if installed else "not installed"
@@ -149,6 +165,11 @@ def backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
     """The tiles of the backward pass, those of one kernel for all gradients first, then those of two."""
     passes = ("one_pass", "keys", "queries")
     return tuple(tile for name in passes for tile in candidates(name, config.widest, config.dtype.itemsize))
+
+
+def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """The tile of the backward kernel for Hopper, which has two consumer warpgroups and a producer warp."""
+    return (FlashTile(128 if config.widest <= 64 else 64, 128, 9, 2),)
 
 
 def no_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:

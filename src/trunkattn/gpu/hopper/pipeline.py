@@ -7,8 +7,10 @@ when every consumer warp has read it.
 
 from typing import Any, Final, NamedTuple
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from trunkattn.gpu.hopper.common import BOX_DIMS, BOX_TOKENS, SWIZZLED, opaque, reinterpret
@@ -22,6 +24,13 @@ NUM_BARRIERS: Final = 16
 # Names of Triton 3.9, and of 3.6
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 warps_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@builtin
+def tma_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+    """Starts to add a tile in shared memory to a tensor by TMA. Triton has a name for it from 3.8 on."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
 
 
 class PipelineShape(NamedTuple):
