@@ -1,4 +1,4 @@
-"""Tiles of the training kernels, timed on a GPU: the best belong in the table of `trunkattn.training.spec`.
+"""Tiles of the portable training kernels, timed on a GPU: the best belong in the table of `trunkattn.training.spec`.
 
     python -m benchmarks.kernels.training_tiles                                    # results/flash-tiles-CARD-...json
     python -m benchmarks.kernels.training_tiles --passes forward --head-dim 64
