@@ -39,7 +39,15 @@ from trunkattn.training.common import Variant, with_batch
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.common import tma_descriptor
 from trunkattn.training.hopper.producer import allocate, produce, release_queries
-from trunkattn.training.hopper.query_tiles import Tables, last_box, read_tile, tile_keys, walk_keys
+from trunkattn.training.hopper.query_tiles import (
+    ALL_SEEN,
+    MASKED,
+    Tables,
+    last_box,
+    read_tile,
+    tile_keys,
+    walk_keys,
+)
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_widths
 
@@ -129,6 +137,12 @@ def _mask(args, C: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def _mask_above(args, C: gl.constexpr, T: gl.constexpr):
+    """As `_mask`, of keys that come before all rows."""
+    return args.last[:, None] < args.ends[None, :]
+
+
+@gluon.jit
 def _subtree_ends(at, length, tables, C: gl.constexpr):
     """The ends of the subtrees of a block's keys, in a tree; they arrive while the product q·k runs."""
     if C.variant.tree:
@@ -139,17 +153,17 @@ def _subtree_ends(at, length, tables, C: gl.constexpr):
 
 
 @gluon.jit
-def _attend_step(state, at, more, rows, MASKED: gl.constexpr, C: gl.constexpr):
+def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
     """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
-    if MASKED:
-        args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, C))
-        attention = attend_block(
-            state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, _mask, args, C, T
-        )
-    else:
-        attention = attend_block(state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, None, 0, C, T)
+    mask_args = 0
+    if SEEN != ALL_SEEN:
+        mask_args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, C))
+    MASK: gl.constexpr = None if SEEN == ALL_SEEN else _mask if SEEN == MASKED else _mask_above
+    attention = attend_block(
+        state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, MASK, mask_args, C, T
+    )
     return _Consumer(attention, state.index + 1)
 
 

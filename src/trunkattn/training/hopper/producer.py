@@ -102,7 +102,7 @@ def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: g
 
 
 @gluon.jit
-def _load_step(state, at, more, loads, MASKED: gl.constexpr, C: gl.constexpr):
+def _load_step(state, at, more, loads, SEEN: gl.constexpr, C: gl.constexpr):
     """Loads the keys of a block, and the values of the one before."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
@@ -152,7 +152,6 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
     order = tile_order(q_desc, num_sequences, section, C)
     number, index, turn = gl.program_id(0), 0, 0
     while number < order.num_blocks * order.num_heads:
-        following = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
         tile = find_tile(number, order, q_desc, k_desc, tables, num_sequences, C)
         if tile.first < tile.len_q:
             keys = tile_keys(tile, tables, C)
@@ -165,5 +164,5 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
             state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
             _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
             index = state.index + 1
-        number = following
+        number = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)  # consumers have two blocks until it is known
     _send_tile(q_desc, QueryTile(0, -1, 0, 0, 0, 0, 0), memory, turn == 0, C)

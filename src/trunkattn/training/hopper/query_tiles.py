@@ -71,6 +71,10 @@ class Box(NamedTuple):
     before: Any
 
 
+# Which keys of a block a row sees: all; what its mask says; in a tree, of a block above the tile's own, where every key
+# comes before the row, those whose subtree holds it
+ALL_SEEN, MASKED, MASKED_ABOVE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
 _FIELDS = gl.constexpr(len(QueryTile._fields))
 INFO_SLOTS = gl.constexpr(8)  # a power of two
 _SCALAR_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -166,24 +170,24 @@ def last_box(tile, keys, C: gl.constexpr):
 @gluon.jit
 def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.constexpr):
     """The state after all blocks of a tile but the last one, from which it goes down: `step(state, at, more, given,
-    MASKED, C)` of each block, where `at` is its first key and `more` says that the next one follows for sure. In a tree
+    SEEN, C)` of each block, where `at` is its first key and `more` says that the next one follows for sure. In a tree
     it goes up the segments from the tile to the root, as the portable kernel does."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant
     ranges = keys.ranges
     for at in range(keys.last - BLOCK_N, ranges.full_end - 1, -BLOCK_N):
-        state = step(state, at, False, given, True, C)
+        state = step(state, at, False, given, MASKED, C)
     if C.variant.tree:
         top, segment = ranges.begin, keys.segment
         for _ in range(gl.load(tables.segments + 4 * segment + 3) + 1):
             ranges, segment = path_keys(tables, segment, top, tile.first, 0, tile.len_q, TILE, VARIANT)
             top = gl.minimum(top, ranges.begin)
             for number in range(masked_blocks(ranges, TILE)):
-                state = step(state, masked_block(ranges, number, TILE), False, given, True, C)
+                state = step(state, masked_block(ranges, number, TILE), False, given, MASKED_ABOVE, C)
             for at in range(ranges.full_begin, ranges.full_end, BLOCK_N):
-                state = step(state, at, at + BLOCK_N < ranges.full_end, given, False, C)
+                state = step(state, at, at + BLOCK_N < ranges.full_end, given, ALL_SEEN, C)
     else:
         for at in range(gl.minimum(ranges.full_end, keys.last) - BLOCK_N, -1, -BLOCK_N):
-            state = step(state, at, at > 0, given, False, C)
+            state = step(state, at, at > 0, given, ALL_SEEN, C)
     return state
