@@ -23,10 +23,18 @@ from trunkattn.numerics import LN_2, LOG2_E
 _LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
 
 
+class KeyPart(NamedTuple):
+    """Dims of a key from `begin` on, a power of two."""
+
+    begin: int
+    width: int
+
+
 class MainloopTile(NamedTuple):
     """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
 
-    value_dim: of values and outputs. mask_ahead: masks are computed while the product q·k runs, since they read memory,
+    value_dim: of values and outputs. key_parts: of a key, which are multiplied one after the other; what is behind them
+    is padding. mask_ahead: masks are computed while the product q·k runs, since they read memory,
     and not behind it, which takes fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of
     a tile of queries or outputs, 16 bytes a thread, to and from memory."""
 
@@ -40,6 +48,7 @@ class MainloopTile(NamedTuple):
     v_empty: int
     mask_ahead: bool
     value_dim: int
+    key_parts: tuple[KeyPart, ...]
     scores: Any
     acc: Any
     copy: Any
@@ -53,9 +62,10 @@ def mainloop_tile(
     mask_ahead: bool,
     num_producer_warps: int = 1,
     value_dim: int | None = None,
+    key_dim: int | None = None,
 ) -> MainloopTile:
     """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store.
-    value_dim: None for head_dim."""
+    value_dim: None for head_dim. key_dim: of a key without padding, in whole 8; None for head_dim."""
     value_dim = value_dim or head_dim
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
@@ -75,10 +85,18 @@ def mainloop_tile(
         v_empty,
         mask_ahead,
         value_dim,
+        _parts_of(key_dim or head_dim),
         scores,
         acc,
         copy_layout(value_dim),
     )
+
+
+def _parts_of(key_dim: int) -> tuple[KeyPart, ...]:
+    """The parts of a key of so many dims, in whole 16, the largest first."""
+    whole = -(-key_dim // 16) * 16
+    widths = [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
+    return tuple(KeyPart(sum(widths[:number]), width) for number, width in enumerate(widths))
 
 
 def copy_layout(head_dim: int) -> gl.BlockedLayout:
@@ -136,13 +154,28 @@ def finalize(row_max, row_sum):
 
 
 @gluon.jit
+def _add_part(scores, q_tile, k_tile, PART: gl.constexpr, T: gl.constexpr):
+    """Starts the product of one part of queries and keys. The first one is the beginning of the sum."""
+    BEGIN: gl.constexpr = T.key_parts[PART].begin
+    WIDTH: gl.constexpr = T.key_parts[PART].width
+    k_part = k_tile.slice(BEGIN, WIDTH, dim=1).permute((1, 0))
+    return warpgroup_mma(q_tile.slice(BEGIN, WIDTH, dim=1), k_part, scores, use_acc=PART > 0, is_async=True)
+
+
+@gluon.jit
 def _start_scores(q_tile, kv, index, T: gl.constexpr):
     """Starts the product q·k of block `index`."""
     BLOCK_N: gl.constexpr = T.block_n
-    k_tile = kv.k.tiles.index(index % T.num_stages).permute((1, 0))
+    NUM_PARTS: gl.constexpr = len(T.key_parts)
+    k_tile = kv.k.tiles.index(index % T.num_stages)
     SCORES: gl.constexpr = T.scores
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
-    return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+    scores = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
+    if NUM_PARTS == 1:
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
+    else:
+        for i in gl.static_range(NUM_PARTS):
+            scores = _add_part(scores, q_tile, k_tile, i, T)
+    return scores
 
 
 @gluon.jit

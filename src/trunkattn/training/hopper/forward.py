@@ -143,9 +143,9 @@ def _mask_above(args, C: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _subtree_ends(at, length, tables, C: gl.constexpr):
-    """The ends of the subtrees of a block's keys, in a tree; they arrive while the product q·k runs."""
-    if C.variant.tree:
+def _subtree_ends(at, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
+    """The ends of the subtrees of a block's keys, where a mask needs them; they arrive while the product q·k runs."""
+    if C.variant.tree and SEEN != ALL_SEEN:
         key = at + gl.arange(0, C.mainloop.block_n, gl.SliceLayout(0, C.mainloop.scores))
         return gl.load(tables.subtree_end + key, mask=key < length, other=0)
     else:
@@ -157,9 +157,7 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
     """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
-    mask_args = 0
-    if SEEN != ALL_SEEN:
-        mask_args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, C))
+    mask_args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, SEEN, C))
     MASK: gl.constexpr = None if SEEN == ALL_SEEN else _mask if SEEN == MASKED else _mask_above
     attention = attend_block(
         state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, MASK, mask_args, C, T
@@ -178,7 +176,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
     keys = tile_keys(tile, tables, C)
     box = last_box(tile, keys, C)
     rows = _Rows(q_tile, kv, last, tile.len_q, scale, tables)
-    args = _MaskArgs(keys.last - box.before, box.before, last, _subtree_ends(keys.last, tile.len_q, tables, C))
+    args = _MaskArgs(keys.last - box.before, box.before, last, _subtree_ends(keys.last, tile.len_q, tables, MASKED, C))
     more = keys.last > keys.ranges.begin
     attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
     state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)
@@ -286,7 +284,13 @@ def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Vari
     widths = hopper_widths(head_dims)
     mainloop, value_shape = (
         mainloop_tile(
-            width, tile.block_n, tile.stages, tile.block_m // 16, mask_ahead=False, value_dim=widths.head_values
+            width,
+            tile.block_n,
+            tile.stages,
+            tile.block_m // 16,
+            mask_ahead=False,
+            value_dim=widths.head_values,
+            key_dim=head_dims[0],
         )
         for width in widths
     )
