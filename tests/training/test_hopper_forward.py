@@ -174,6 +174,18 @@ def test_it_is_launched_for_a_tree(kernel: Recorder) -> None:
     assert (constants.mainloop.head_dim, constants.mainloop.value_dim) == (256, 128)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [(128, (128,)), (96, (64, 32)), (72, (64, 16)), (40, (32, 16)), (192, (128, 64)), (248, (256,))],
+)
+def test_padding_of_keys_is_not_multiplied(head_dim: int, parts: tuple[int, ...]) -> None:
+    variant = hopper.Variant(True, False, False, *(False,) * 5)
+    head_dims = head_dim, head_dim
+    found = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop.key_parts
+    assert [part.begin for part in found] == [sum(part.width for part in found[:i]) for i in range(len(found))]
+    assert tuple(part.width for part in found) == parts
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 40), (192, 128), (256, 256), (64, 256)])
 def test_every_head_dim_fits_shared_memory(head_dims: tuple[int, int]) -> None:
     tile = hopper_forward_tile(head_dims)
