@@ -54,7 +54,7 @@ from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_width
 LAUNCH_REGISTERS: Final = 168  # of a thread
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 _MOST_WITH_OWN_OUT: Final = 384  # dims of a key and a value: shared memory holds no more of larger heads
-_SECTION_BYTES: Final = 32 << 20  # of keys and values that tiles read at the same time: most of the L2 cache
+_SECTION_BYTES: Final = 4 << 20  # of keys and values of a section, which has a KV head at least
 _CLEARED_ROWS = gl.constexpr(32)  # at once
 
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9, and 3.6

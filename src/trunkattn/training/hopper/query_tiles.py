@@ -3,7 +3,7 @@
 CTAs stay and take tile after tile. The producer warp draws the next one from a counter, so that a CTA that is done
 early takes more of them, and tells the consumer warps by shared memory. Tiles of queries that see most come first
 (longest processing time first). All heads would read more keys than the L2 cache holds, so their tiles come in sections
-of as many heads as fit (FlashAttention-3 has both, https://arxiv.org/abs/2407.08608, in its code).
+of a few heads. FlashAttention-3's code has both (https://arxiv.org/abs/2407.08608).
 """
 
 from typing import Any, NamedTuple
