@@ -138,7 +138,7 @@ def _mask(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _mask_above(args, C: gl.constexpr, T: gl.constexpr):
-    """As `_mask`, of keys that come before all rows."""
+    """[64, block_n] which row sees which key of a block, whose keys come before all rows."""
     return args.last[:, None] < args.ends[None, :]
 
 
