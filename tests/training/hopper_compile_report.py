@@ -43,7 +43,7 @@ def compiled(head_dim: int, group_size: int, kind: str, dtype: str = "bf16") -> 
     types = {
         "q_desc": rows, "k_desc": keys, "v_desc": keys, "dout_desc": rows,
         "dq_desc": descriptor("fp32", DQ_BOX, 128), "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
-        "work": KeyWork(f"*{dtype}", f"*{dtype}", "i32", "i32", "i32", "i32"), "batch": batch._replace(**absent),
+        "work": KeyWork(f"*{dtype}", f"*{dtype}", *["i32"] * 4), "batch": batch._replace(**absent),
         "scales": Scales("fp32", "fp32", "fp32"), "C": "constexpr",
     }  # fmt: skip
     place = names.index("batch")

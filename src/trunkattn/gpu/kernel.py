@@ -172,7 +172,7 @@ KERNELS: Final = (
     Kernel(
         name="Hopper backward",
         work=Work.BACKWARD,
-        module="trunkattn.training.hopper.backward",
+        module=f"{training.HOPPER_MODULE}.backward",
         refuses=training.refuses_hopper_backward,
         tiles=training.hopper_backward_tiles,
     ),

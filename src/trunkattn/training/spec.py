@@ -43,49 +43,33 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
-_HOPPER_CAPABILITIES: Final = (90,)
 
 
-def _refuses_16_bit(
-    config: TrainingConfig,
-    card: Card,
-    name: str,
-    wide: tuple[tuple[int, int], ...] = (),
-    capabilities: tuple[int, ...] = _CUDNN_CAPABILITIES,
-    lowest: int = 8,
+def _refuses_either_cudnn(
+    config: TrainingConfig, card: Card, name: str, wide: tuple[tuple[int, int], ...]
 ) -> list[str]:
-    """What kernels refuse that are made for some cards. name: of the kernel; wide: pairs of head_dims above 128 that it
-    takes; lowest: head_dim that it takes."""
+    """What both ways to cuDNN refuse. name: of the way; wide: pairs of head_dims above 128 that it takes."""
     reasons = [f"{option} is given: {name} has none" for option in config.options]
     if config.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")
     dims = config.head_dim, config.head_dim_v
-    if not (all(dim % 8 == 0 and lowest <= dim <= 128 for dim in dims) or dims in wide):
+    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in wide):
         more = ", 192 and 128, or 256" if wide else ""
-        multiples = "multiples of 8" if lowest == 8 else f"multiples of 8 from {lowest}"
-        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected {multiples} to 128{more}")
-    if card.capability not in capabilities:
-        *others, last = (f"{number // 10}.{number % 10}" for number in capabilities)
-        expected = f"{', '.join(others)} or {last}" if others else last
-        reasons.append("compute capability {}.{}: expected {}".format(*divmod(card.capability, 10), expected))
+        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128{more}")
+    if card.capability not in _CUDNN_CAPABILITIES:
+        reasons.append("compute capability {}.{}: expected 9.0, 10.0 or 10.3".format(*divmod(card.capability, 10)))
     return reasons
-
-
-def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the backward kernel for Hopper does not compute an attention on a card; empty: it does, if TMA reads the
-    tensors. Heads of 32 and less would be padded to twice their size."""
-    return _refuses_16_bit(config, card, "the Hopper backward kernel", (), _HOPPER_CAPABILITIES, 40)
 
 
 def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why the cuDNN of PyTorch does not compute sequences of one length on a card; empty: it does, if its PyTorch says
     so of the tensors, too."""
-    return _refuses_16_bit(config, card, "PyTorch's cuDNN attention")
+    return _refuses_either_cudnn(config, card, "PyTorch's cuDNN attention", ())
 
 
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
-    reasons = _refuses_16_bit(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
+    reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
     installed = cudnn_version()
     if installed < CUDNN_NEEDS:
         found = f"version {'.'.join(map(str, installed))}" if installed else "not installed"
@@ -167,11 +151,6 @@ def backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
     return tuple(tile for name in passes for tile in candidates(name, config.widest, config.dtype.itemsize))
 
 
-def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
-    """The tile of the backward kernel for Hopper, which has two consumer warpgroups and a producer warp."""
-    return (FlashTile(128 if config.widest <= 64 else 64, 128, 9, 2),)
-
-
 def no_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
     """Returns nothing: cuDNN chooses its own."""
     return ()
@@ -212,6 +191,7 @@ def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
 HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
+_HOPPER_BACKWARD_WIDEST: Final = 128  # head_dim above which dk and dv do not fit the registers
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
 
@@ -237,14 +217,30 @@ def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile,
     return (hopper_forward_tile((config.head_dim, config.head_dim_v)),)
 
 
-def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
+def _refuses_hopper(config: TrainingConfig, card: Card, name: str, widest: int) -> list[str]:
+    """What the Hopper passes refuse. name: of the pass; widest: head_dim that it takes."""
     reasons = list(card.why_not_hopper)
-    reasons += [f"{option} is given: the Hopper forward pass has none" for option in config.options]
+    reasons += [f"{option} is given: the Hopper {name} pass has none" for option in config.options]
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
-    for name, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
-        if width % _HOPPER_DIMS or not _HOPPER_NARROWEST <= width <= MAX_HEAD_DIM:
-            expected = f"a multiple of {_HOPPER_DIMS} from {_HOPPER_NARROWEST} to {MAX_HEAD_DIM}"
-            reasons.append(f"{name} {width}: expected {expected}")
+    for dim, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
+        if width % _HOPPER_DIMS or not _HOPPER_NARROWEST <= width <= widest:
+            reasons.append(f"{dim} {width}: expected a multiple of {_HOPPER_DIMS} from {_HOPPER_NARROWEST} to {widest}")
     return reasons
+
+
+def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
+    return _refuses_hopper(config, card, "forward", MAX_HEAD_DIM)
+
+
+def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the Hopper backward pass does not compute an attention on a card; empty: it does, if TMA reads the
+    tensors."""
+    return _refuses_hopper(config, card, "backward", _HOPPER_BACKWARD_WIDEST)
+
+
+def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
+    """The tile of the Hopper backward pass: 64 keys for each of two consumer warpgroups, and a producer warp. Narrow
+    heads leave registers for more queries."""
+    return (FlashTile(128 if config.widest <= 64 else 64, 128, 9, 2),)

@@ -178,16 +178,16 @@ def _launch(
     )
     if num_blocks:
         hopper_backward_kernel[(num_blocks * num_pairs,)](
-            tma_descriptor(q, tile.block_m, BOX_DIMS),
-            tma_descriptor(k, tile.block_n // 2, BOX_DIMS),
-            tma_descriptor(v, tile.block_n // 2, BOX_DIMS),
-            tma_descriptor(dout, tile.block_m, BOX_DIMS),
-            TensorDescriptor.from_tensor(dq_sums, [*DQ_BOX], gl.NVMMASharedLayout(128, 32, 2)),
-            TensorDescriptor.from_tensor(rows, [2, tile.block_m], gl.NVMMASharedLayout(0, 32, 2)),
-            work,
-            given.batch,
-            given.scales,
-            constants,
+            q_desc=tma_descriptor(q, tile.block_m, BOX_DIMS),
+            k_desc=tma_descriptor(k, tile.block_n // 2, BOX_DIMS),
+            v_desc=tma_descriptor(v, tile.block_n // 2, BOX_DIMS),
+            dout_desc=tma_descriptor(dout, tile.block_m, BOX_DIMS),
+            dq_desc=TensorDescriptor.from_tensor(dq_sums, [*DQ_BOX], gl.NVMMASharedLayout(128, 32, 2)),
+            rows_desc=TensorDescriptor.from_tensor(rows, [2, tile.block_m], gl.NVMMASharedLayout(0, 32, 2)),
+            work=work,
+            batch=given.batch,
+            scales=given.scales,
+            C=constants,
             num_warps=4,
             maxnreg=REGISTERS,
         )

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from trunkattn.gpu.hopper.online_softmax import copy_layout
 from trunkattn.training.backward_keys import seen_by
 from trunkattn.training.common import Variant, find_sequence, span
+from trunkattn.training.spec import hopper_widths
 
 BLOCK_N: Final = 128  # keys of a CTA
 _NUM_STAGES, _NUM_THREADS = 2, 288
@@ -16,8 +17,8 @@ _PANEL: Final = 64  # rows and columns of dq that a warpgroup computes
 
 class BackwardTile(NamedTuple):
     """Constants of the main loop. block_m queries × block_n keys. dim, dim_v: of keys and of values, padded. num_stages
-    to stored: as of `PipelineShape`. scores, dk, dv, dq: layouts of the products. copy_k, copy_v: of copies to
-    memory."""
+    to stored: as of `PipelineShape`. ahead: scores are computed a block ahead, which takes registers that only narrow
+    heads have. scores, dk, dv, dq: layouts of the products. copy_k, copy_v: of copies to memory."""
 
     block_m: int
     block_n: int
@@ -26,6 +27,7 @@ class BackwardTile(NamedTuple):
     num_stages: int
     num_threads: int
     stored: bool
+    ahead: bool
     scores: Any
     dk: Any
     dv: Any
@@ -37,15 +39,15 @@ class BackwardTile(NamedTuple):
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     """The constants for heads of up to 128. A block of queries has two panels of dq, one for each warpgroup. Values are
     not padded to more than keys, because shared memory ends."""
-    dim_v = 64 if head_dim_v <= 64 else 128
-    dim = max(dim_v, 64 if head_dim <= 64 else 128)
+    dim, dim_v = hopper_widths((head_dim, head_dim_v))
+    dim = max(dim, dim_v)
     block_m = 2 * _PANEL * _PANEL // dim
     scores, dk, dv, dq = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (block_m, dim, dim_v, _PANEL)
     )
     layouts = scores, dk, dv, dq, copy_layout(dim), copy_layout(dim_v)
-    return BackwardTile(block_m, BLOCK_N, dim, dim_v, _NUM_STAGES, _NUM_THREADS, False, *layouts)
+    return BackwardTile(block_m, BLOCK_N, dim, dim_v, _NUM_STAGES, _NUM_THREADS, False, dim == 64, *layouts)
 
 
 class BackwardConstants(NamedTuple):
@@ -108,7 +110,7 @@ def find_keys(work, batch, C: gl.constexpr):
     BLOCK_N: gl.constexpr = TILE.block_n
     of_section = work.section * batch.num_blocks
     first_pair = gl.program_id(0) // of_section * work.section
-    pairs = gl.minimum(work.section, work.num_pairs - first_pair)
+    pairs = gl.minimum(work.section, work.num_pairs - first_pair)  # the last section may have fewer
     rest = gl.program_id(0) % of_section
     number, pair = rest // pairs, first_pair + rest % pairs
     row, kv_head = pair // work.num_kv_heads, pair % work.num_kv_heads

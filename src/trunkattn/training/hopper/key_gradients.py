@@ -69,19 +69,23 @@ class _Full(NamedTuple):
 
 
 class _OwnKeys(NamedTuple):
-    """The keys of a warpgroup [64], of which each is seen by the queries [seen_from, seen_to)."""
+    """The keys of a warpgroup [64], of which each is seen by the queries [seen_from, seen_to). count: blocks of queries
+    of all heads."""
 
     task: Any
     seen_from: Any
     seen_to: Any
     log2_scale: Any
+    count: Any
 
 
-class _Gradients(NamedTuple):
-    """Sums over queries [64, dim] of a warpgroup's keys and values; dk not yet times sm_scale."""
+class _State(NamedTuple):
+    """Sums over queries [64, dim] of a warpgroup's keys and values; dk not yet times sm_scale. scores: sᵀ of the next
+    block of queries, if they are computed ahead."""
 
     dk: Any
     dv: Any
+    scores: Any
 
 
 @gluon.jit
@@ -153,6 +157,26 @@ def _zero_rows(tile, count, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr):
+    """Starts sᵀ of block `index` of queries, if it is `there`: else it is of whatever the memory holds."""
+    BLOCK_M: gl.constexpr = T.block_m
+    SCORES: gl.constexpr = T.scores
+    consumer_wait(_Full(memory.q_full), index, T, there)
+    q_tile = memory.q.index(index % T.num_stages)
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    return warpgroup_mma(memory.k.index(WARPGROUP), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
+    """Starts dpᵀ of a block of queries."""
+    BLOCK_M: gl.constexpr = T.block_m
+    SCORES: gl.constexpr = T.scores
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    return warpgroup_mma(memory.v.index(WARPGROUP), dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _add_queries(
     WARPGROUP: gl.constexpr,
     state,
@@ -175,32 +199,35 @@ def _add_queries(
     DV: gl.constexpr = T.dv
     stage, buffer = index % T.num_stages, index % 2
     q_tile, dout_tile = memory.q.index(stage), memory.dout.index(stage)
-    k_tile, v_tile = memory.k.index(WARPGROUP), memory.v.index(WARPGROUP)
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    consumer_wait(_Full(memory.q_full), index, T)
-    if MASK and C.variant.packed:
+    if T.ahead:
+        scores = state.scores
         consumer_wait(_Full(memory.dout_full), index, T)
-        rows = keys.task.len_q - m * BLOCK_M
-        if rows < BLOCK_M:
-            if WARPGROUP == 0:
-                _zero_rows(q_tile, rows, COPY_K)
-            else:
-                _zero_rows(dout_tile, rows, COPY_V)
-            fence_async_shared()
-            _consumers_meet()
-    scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not (MASK and C.variant.packed):
+    else:
+        scores = _start_scores(WARPGROUP, index, True, memory, T)
         consumer_wait(_Full(memory.dout_full), index, T)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+    rows = keys.task.len_q - m * BLOCK_M
+    if MASK and C.variant.packed and rows < BLOCK_M:
+        if WARPGROUP == 0:
+            _zero_rows(q_tile, rows, COPY_K)
+        else:
+            _zero_rows(dout_tile, rows, COPY_V)
+        fence_async_shared()
+        _consumers_meet()
+    if T.ahead:
+        dp = _start_dp(WARPGROUP, dout_tile, memory, T)
     shift = memory.rows.index(2 * stage).load(gl.SliceLayout(0, SCORES))
-    scores = warpgroup_mma_wait(0, deps=(scores,))
     p = gl.exp2(gl.fma(scores, gl.to_tensor(keys.log2_scale), -shift[None, :]))
     if MASK:
         column = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
         seen = column >= (keys.seen_from - m * BLOCK_M)[:, None]
         if C.variant.tree:
             seen = seen & (column < (keys.seen_to - m * BLOCK_M)[:, None])
+        if C.variant.packed:
+            seen = seen & (column < rows)
         p = gl.where(seen, p, 0.0)
-    dp = warpgroup_mma(v_tile, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not T.ahead:
+        dp = _start_dp(WARPGROUP, dout_tile, memory, T)
     p_half = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, DV, 2))
     dv = warpgroup_mma(p_half, dout_tile, state.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -223,16 +250,22 @@ def _add_queries(
     ds_1 = memory.ds_panels.index((2 * buffer + 1) * QUERY_PANELS + PANEL_Q).permute((1, 0))
     dq = warpgroup_mma(ds_0, memory.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
     dq = warpgroup_mma(ds_1, memory.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
-    dk, ds_half = warpgroup_mma_wait(2, deps=(dk, ds_half))
+    next_scores = state.scores
+    if T.ahead:
+        next_scores = _start_scores(WARPGROUP, index + 1, index + 1 < keys.count, memory, T)
+    AHEAD: gl.constexpr = 1 if T.ahead else 0
+    dk, ds_half = warpgroup_mma_wait(2 + AHEAD, deps=(dk, ds_half))
     consumer_release(index, _BAR_Q_EMPTY, T)
     tma.store_wait(0)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
     memory.dq.index(WARPGROUP).store(dq)
     fence_async_shared()
     row = (keys.task.row_block + member * keys.task.num_row_blocks + m) * BLOCK_M + PANEL_Q * 64
     for part in gl.static_range(2):
         tma_add(dq_desc, [row, PANEL_D * 64 + part * _FLOAT_BOX], memory.dq_boxes.index(2 * WARPGROUP + part))
-    return _Gradients(dk, dv)
+    if T.ahead:
+        next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
+    return _State(dk, dv, next_scores)
 
 
 @gluon.jit
@@ -257,7 +290,6 @@ def _consume(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, memory, C: g
     COPY_V: gl.constexpr = T.copy_v
     dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, DK)
     dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, DV)
-    state = _Gradients(dk, dv)
     own_first = task.first + WARPGROUP * WARPGROUP_ROWS
     if task.end > task.begin:
         n = own_first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores))
@@ -267,13 +299,18 @@ def _consume(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, memory, C: g
         seen_to = seen_from
         if C.variant.tree:
             seen_to = gl.load(batch.subtree_end + n, mask=n < task.len_k, other=0)
-        keys = _OwnKeys(task, seen_from, seen_to, scales.log2)
+        count = C.group_size * (task.end - task.begin)
+        keys = _OwnKeys(task, seen_from, seen_to, scales.log2, count)
         mbarrier.wait(memory.kv_full.index(0), 0)
         if C.variant.packed:
             _zero_rows(memory.k.index(WARPGROUP), task.len_k - own_first, COPY_K)
             _zero_rows(memory.v.index(WARPGROUP), task.len_k - own_first, COPY_V)
             fence_async_shared()
         index = 0
+        scores = 0
+        if T.ahead:
+            scores = warpgroup_mma_wait(0, deps=(_start_scores(WARPGROUP, 0, True, memory, T),))
+        state = _State(dk, dv, scores)
         for member in range(C.group_size):
             for m in range(task.full_begin, task.full_end):
                 state = _add_queries(WARPGROUP, state, m, member, index, keys, dq_desc, memory, False, C, T)
@@ -284,14 +321,15 @@ def _consume(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, memory, C: g
                     m = masked_query_block(task, number)
                     state = _add_queries(WARPGROUP, state, m, member, index, keys, dq_desc, memory, True, C, T)
                     index += 1
+        dk, dv = state.dk, state.dv
     tma.store_wait(0)
     _consumers_meet()
     token = task.row * batch.seqlen_k + task.begin_k + own_first
     rows = task.len_k - own_first
     k_tile, v_tile = memory.k.index(WARPGROUP), memory.v.index(WARPGROUP)
-    dk = state.dk * scales.sm_scale
+    dk = dk * scales.sm_scale
     _write_rows(k_tile, dk, work.dk, token, rows, task.kv_head, work.num_kv_heads, C.head_dim, COPY_K)
-    _write_rows(v_tile, state.dv, work.dv, token, rows, task.kv_head, work.num_kv_heads, C.head_dim_v, COPY_V)
+    _write_rows(v_tile, dv, work.dv, token, rows, task.kv_head, work.num_kv_heads, C.head_dim_v, COPY_V)
 
 
 @gluon.jit
