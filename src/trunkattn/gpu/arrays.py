@@ -186,17 +186,17 @@ class Arrays:
     def _of_size(self, lists: Lists, host: dict[str, Int32Array], geometry: Geometry) -> GpuPlan:
         counts = np.diff(host["counts"][:-1])
         merged = len(lists.tiles.merge_queries) * geometry.num_qo_heads
-        launches = [
-            *self._decode_launches(counts, geometry.num_kv_heads, self._merge_early(lists)),
-            self._merge_launch(self._kernels.merge_tile.most_tasks(merged)),
-        ]
+        launches = self._decode_launches(counts, geometry.num_kv_heads, self._merge_early(lists))
+        if num_merges := self._kernels.merge_tile.most_tasks(merged):
+            launches.append(self._merge_launch(num_merges))
         chunks = None
         if lists.chunks:
             chunks = self._chunks_of_size(lists.chunks, geometry, lists.num_overlapped > 0)
-            launches.insert(0, self._chunk_launch(chunks, lists.num_overlapped > 0))
+            launch = self._chunk_launch(chunks, lists.num_overlapped > 0)
+            launches = [launch, *launches] if launch.num_ctas else launches
         sizes = {name: aligned(array.size) for name, array in host.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
-        return self._plan(flat, sizes, [launch for launch in launches if launch.num_ctas], geometry, chunks)
+        return self._plan(flat, sizes, launches, geometry, chunks)
 
     @torch.inference_mode(False)
     def reserve(self, limits: TileLimits, geometry: Geometry, chunk_limits: ChunkLimits | None = None) -> GpuPlan:
@@ -254,18 +254,22 @@ class Arrays:
     def _decode_launches(
         self, counts: Int32Array | None = None, num_kv_heads: int = 1, merge_early: bool = False
     ) -> list[Launch]:
-        """The launches of rows of tiles. counts: items of each bucket; None: they are not known, and a launch fills the
-        device."""
-        groups = self._groups() if counts is None else self._groups_of(counts, merge_early)
-        return [self._decode_launch(buckets, counts, num_kv_heads) for buckets in groups]
+        """The launches of rows of tiles. counts: items of each bucket, of which those without any launch nothing; None:
+        they are not known, and a launch fills the device."""
+        if counts is None:
+            return [self._decode_launch(buckets) for buckets in self._groups()]
+        items = counts.tolist()
+        sums = {buckets: sum(items[bucket] for bucket in buckets) for buckets in self._groups_of(items, merge_early)}
+        return [self._decode_launch(buckets, num * num_kv_heads) for buckets, num in sums.items() if num]
 
-    def _decode_launch(self, buckets: tuple[int, ...], counts: Int32Array | None, num_kv_heads: int) -> Launch:
+    def _decode_launch(self, buckets: tuple[int, ...], num_ctas: int | None = None) -> Launch:
+        """The launch of some buckets. num_ctas: None: it fills the device."""
         tiles, num_sms = self._kernels.tiles, self._card.num_sms
         lowest = tiles[buckets[0] % len(tiles)]
         kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
         work = kernel_named(kernel).work
-        if counts is not None:
-            return Launch(kernel, work, int(counts[[*buckets]].sum()) * num_kv_heads, buckets)
+        if num_ctas is not None:
+            return Launch(kernel, work, num_ctas, buckets)
         if buckets == (0,) and self._queues:
             return Launch(kernel, work, num_sms * lowest.queued_per_sm, buckets)
         ctas_per_sm = max(tiles[bucket % len(tiles)].ctas_per_sm for bucket in buckets)
@@ -287,7 +291,7 @@ class Arrays:
             groups[0] = (0, len(tiles))
         return [*([together] if together else []), *reversed(groups)]
 
-    def _groups_of(self, counts: Int32Array, merge_early: bool) -> list[tuple[int, ...]]:
+    def _groups_of(self, counts: list[int], merge_early: bool) -> list[tuple[int, ...]]:
         """Buckets of the launches of a plan whose items are known: a launch for each, tall tiles first, then those that
         merge. A few long items alone would idle the card, so those of the lowest tile share one where they may."""
         heights = len(self._kernels.tiles)
