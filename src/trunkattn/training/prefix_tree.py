@@ -6,12 +6,13 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from trunkattn.training.sequences import TreeTables
+from trunkattn.training.sequences import TreeTables, aligned_tokens
 from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
 from trunkattn.validate import check_int
 
@@ -52,7 +53,7 @@ class PrefixTree:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
-    _host: TreeTables = field(repr=False)
+    _flat: torch.Tensor = field(repr=False)
     tokens: torch.Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -165,9 +166,13 @@ class PrefixTree:
             lengths=tuple(segments.lengths),
             parents=tuple(segments.parents),
             leaves=tuple(segments.leaves),
-            _host=_tables(segments, sums, ends),
+            _flat=_tables(segments, sums, ends),
             tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
         )
+
+    @cached_property
+    def _host(self) -> TreeTables:
+        return TreeTables.views(self._flat, sum(self.lengths))
 
     @property
     def subtree_end(self) -> torch.Tensor:
@@ -208,7 +213,7 @@ class PrefixTree:
         """The tree as kernels on a device read it; it is copied there once."""
         if device.type == "cpu":
             return self._host
-        return self.cached(device, lambda: TreeTables(*(table.to(device) for table in self._host)))
+        return self.cached(device, lambda: TreeTables.views(self._flat.to(device), self.num_tokens))
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """What `make` returns; it is called once for each key, and kept with the tree."""
@@ -261,22 +266,24 @@ class PrefixTree:
         return [values[own.to(values.device)] for own in self.sequence_indices()]
 
 
-def _tables(segments: Segments, sums: list[int], ends: list[int]) -> TreeTables:
-    """The tables of a tree. sums: where each segment begins, and the end. ends: of each segment's subtree."""
+def _tables(segments: Segments, sums: list[int], ends: list[int]) -> torch.Tensor:
+    """The tables of a tree, for `TreeTables.views`. sums: where each segment begins, and the end. ends: of each
+    segment's subtree."""
     depths: list[int] = []  # of the first token of each segment
     levels: list[int] = []
     for parent in segments.parents:
         depths.append(0 if parent < 0 else depths[parent] + segments.lengths[parent])
         levels.append(0 if parent < 0 else levels[parent] + 1)
     columns = np.array([sums[:-1], sums[1:], segments.parents, levels], np.int32)
-    first = np.array(depths, np.int32) - columns[0]
-    owner = np.repeat(np.arange(len(depths), dtype=np.int32), segments.lengths)
-    return TreeTables(
-        torch.from_numpy(np.array(ends, np.int32)[owner]),
-        torch.from_numpy(first[owner] + np.arange(sums[-1], dtype=np.int32)),
-        torch.from_numpy(owner),
-        torch.from_numpy(np.ascontiguousarray(columns.T)),
-    )
+    of_segments = np.array([ends, depths, range(len(depths))], np.int32)
+    of_segments[1] -= columns[0]
+    tokens, room = sums[-1], aligned_tokens(sums[-1])
+    flat = np.zeros(3 * room + columns.size, np.int32)
+    by_token = flat[: 3 * room].reshape(3, room)[:, :tokens]
+    by_token[:] = np.repeat(of_segments, segments.lengths, axis=1)
+    by_token[1] += np.arange(tokens, dtype=np.int32)
+    flat[3 * room :] = columns.T.ravel()
+    return torch.from_numpy(flat)
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
@@ -285,13 +292,17 @@ def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
         raise ValueError("parents is empty: expected at least one segment")
     if len(lengths) != len(parents):
         raise ValueError(f"lengths has {len(lengths)} entries: expected {len(parents)}, one for each of parents")
-    for segment, length in enumerate(lengths):
-        check_int(f"lengths[{segment}]", length, 1)
+    last = len(parents) - 1
+    if {*map(type, lengths + parents)} != {int} or min(lengths) < 1 or min(parents) < -1 or max(parents) > last:
+        for segment, length in enumerate(lengths):
+            check_int(f"lengths[{segment}]", length, 1)
+        for segment, parent in enumerate(parents):
+            check_int(f"parents[{segment}]", parent, -1, last)
     for segment, parent in enumerate(parents):
-        check_int(f"parents[{segment}]", parent, -1, len(parents) - 1)
-    for segment, parent in enumerate(parents):
+        if parent < segment:  # every cycle has a parent behind its child
+            continue
         visited = [segment]
-        while parent >= segment and parents[visited[-1]] >= 0:  # every cycle has a parent behind its child
+        while parents[visited[-1]] >= 0:
             visited.append(parents[visited[-1]])
             if visited[-1] in visited[:-1]:
                 loop = " -> ".join(map(str, visited[visited.index(visited[-1]) :]))

@@ -6,6 +6,11 @@ from typing import NamedTuple
 import torch
 
 
+def aligned_tokens(tokens: int) -> int:
+    """Room for a number of 4 bytes for each token, in whole 16 bytes."""
+    return -(-tokens // 4) * 4
+
+
 class TreeTables(NamedTuple):
     """A prefix tree as kernels read it: int32 tensors on the device of the queries.
 
@@ -18,6 +23,14 @@ class TreeTables(NamedTuple):
     depths: torch.Tensor
     segment_of: torch.Tensor
     segments: torch.Tensor
+
+    @classmethod
+    def views(cls, flat: torch.Tensor, tokens: int) -> "TreeTables":
+        """The tables of so many tokens in `flat`, int32, where one lies after the other, each at 16 bytes: one copy
+        takes them to a device, and kernels are not compiled anew for another alignment."""
+        room = aligned_tokens(tokens)
+        subtree_end, depths, segment_of = (flat[begin : begin + tokens] for begin in (0, room, 2 * room))
+        return cls(subtree_end, depths, segment_of, flat[3 * room :].view(-1, 4))
 
 
 @dataclass(frozen=True)
