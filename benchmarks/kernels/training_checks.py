@@ -94,7 +94,8 @@ def errors(device: str) -> list[dict[str, Any]]:
     shape = Shape(True, 1, length, 2, 2, HEAD_DIM)
     for dtype in ERROR_DTYPES[device]:
         inputs = random_inputs((1, length), (2, 2), HEAD_DIM, device, dtype)
-        exact = Inputs(*(tensor.detach().double().requires_grad_() for tensor in inputs.leaves), inputs.dout.double())
+        q, k, v = (tensor.detach().double().requires_grad_() for tensor in inputs.leaves)
+        exact = Inputs(q, k, v, inputs.dout.double())
         results = {"exact": both_passes(plain_causal, exact), "plain": both_passes(plain_causal, inputs)}
         for name in ("one_pass", "deterministic"):
             results[name] = both_passes(ATTENTIONS[name](shape, device), inputs)
