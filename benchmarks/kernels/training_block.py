@@ -23,6 +23,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from benchmarks.kernels.training_cells import event_milliseconds, relative_error
 from benchmarks.kernels.trees import pairs_of
+from benchmarks.lib.options import accepted_by
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import parse_training_tree
 from trunkattn import PrefixTree, flash_attention
@@ -170,14 +171,15 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--trees", nargs="+", default=TREES, help='such as "2048 + 16x1024"; default: five')
+    parser.add_argument(
+        "--trees",
+        nargs="+",
+        type=accepted_by(parse_training_tree),
+        default=TREES,
+        help='such as "2048 + 16x1024"; default: five',
+    )
     parser.add_argument("--tiny", action="store_true", help="a block of 64 numbers a token, for a try")
     options = parser.parse_args()
-    try:
-        for text in options.trees:
-            parse_training_tree(text)
-    except ValueError as reason:
-        parser.error(f"argument --trees: {reason}")
     rows = []
     for text in options.trees:
         rows.append(row_of(text, TINY if options.tiny else Sizes(), options.device))

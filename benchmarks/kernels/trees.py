@@ -38,6 +38,7 @@ from benchmarks.kernels.training_cells import (
 )
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, training_kernel
+from benchmarks.lib.options import accepted_by
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from trunkattn import PrefixTree
@@ -162,17 +163,18 @@ def parse_heads(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--trees", nargs="+", default=TREES, help='such as "2048 + 16x1024"; default: eight')
+    parser.add_argument(
+        "--trees",
+        nargs="+",
+        type=accepted_by(parse_training_tree),
+        default=TREES,
+        help='such as "2048 + 16x1024"; default: eight',
+    )
     parser.add_argument("--attentions", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--heads", type=parse_heads, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--untimed", action="store_true", help="compare results only, which compiles; keep nothing")
     options = parser.parse_args()
-    try:
-        for text in options.trees:
-            parse_training_tree(text)
-    except ValueError as reason:
-        parser.error(f"argument --trees: {reason}")
     rows: list[dict[str, Any]] = []
     for text in options.trees:
         rows.append(

@@ -1,4 +1,4 @@
-"""Numbers of a command line, within bounds: argparse names the option that is out of them."""
+"""Values of a command line that are checked: argparse names the option of one that is not accepted."""
 
 import argparse
 from collections.abc import Callable
@@ -21,3 +21,16 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
     return number
+
+
+def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Checks a text by a function that raises ValueError for what it does not accept, and returns the text."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as reason:
+            raise argparse.ArgumentTypeError(str(reason)) from reason
+        return text
+
+    return check
