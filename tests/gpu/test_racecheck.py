@@ -1,5 +1,6 @@
 """What `make test-gpu` reads from the race checker's report."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +33,56 @@ def summary(count: int) -> str:
     return f"========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
 
 
-def line_of(file: str, text: str) -> int:
-    for folder in ("tests/on_gpu", "src/trunkattn/gpu/hopper", "src/trunkattn/gpu/portable"):
-        path = Path(racecheck.HERE.parents[1], folder, file)
-        for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
-            if line.strip().startswith(text):
-                return number
-    raise LookupError(f"no line of {file} begins with {text!r}")
+def line_of(path: str, text: str) -> int:
+    """path: from the project's root."""
+    for number, line in enumerate((racecheck.ROOT / path).read_text().splitlines(), 1):
+        if line.strip().startswith(text):
+            return number
+    raise LookupError(f"no line of {path} begins with {text!r}")
 
 
-def hand_over(kernel: str, file: str) -> racecheck.Hazard:
-    place = (kernel, file, line_of(file, f"def {kernel}("))
+def hand_over(kernel: str, path: str) -> racecheck.Hazard:
+    """The hazard of a kernel that the checker names by the last part of its path."""
+    place = (kernel, Path(path).name, line_of(path, f"def {kernel}("))
     return racecheck.Hazard(
         "Potential RAW", racecheck.Access("Write", 95, *place), racecheck.Access("Read", 192, *place)
     )
 
 
+CONTROL_FILE, DECODE_FILE = "tests/on_gpu/test_warp_specialization.py", "src/trunkattn/gpu/hopper/decode.py"
 CONTROL, KERNEL = (
-    hand_over("warp_specialized_kernel", "test_warp_specialization.py"),
-    hand_over("hopper_decode_kernel", "decode.py"),
+    hand_over("warp_specialized_kernel", CONTROL_FILE),
+    hand_over("hopper_decode_kernel", DECODE_FILE),
 )
 
 
+def warp_specialized() -> list[tuple[str, str]]:
+    """Every kernel of the project that hands over to partitions, and its file."""
+    found = []
+    for path in sorted((racecheck.ROOT / "src/trunkattn").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "gl.warp_specialize(" in ast.unparse(node):
+                found.append((node.name, str(path.relative_to(racecheck.ROOT))))
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "path"), warp_specialized())
+def test_the_hand_over_of_every_kernel_is_known(kernel: str, path: str) -> None:
+    lines, clean = racecheck.verdict([CONTROL, hand_over(kernel, path)])
+    assert clean, lines
+
+
+def test_kernels_of_all_folders_are_among_them() -> None:
+    assert {kernel for kernel, _ in warp_specialized()} >= {
+        "hopper_decode_kernel",
+        "latent_decode_kernel",
+        "hopper_forward_kernel",
+        "hopper_backward_kernel",
+    }
+
+
 def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
-    end = KERNEL.first._replace(line=line_of("decode.py", "gl.warp_specialize("))
+    end = KERNEL.first._replace(line=line_of(DECODE_FILE, "gl.warp_specialize("))
     lines, clean = racecheck.verdict(racecheck.hazards_in(report(KERNEL, CONTROL, KERNEL, KERNEL._replace(first=end))))
     assert clean
     assert [line.split(" x ")[0] for line in lines] == ["2", "1", "1"]
@@ -65,7 +92,7 @@ def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
 
 
 def test_a_report_as_it_was_printed() -> None:
-    line = line_of("test_warp_specialization.py", "def warp_specialized_kernel(")
+    line = line_of(CONTROL_FILE, "def warp_specialized_kernel(")
     printed = HEAD + PRINTED.format(written=line, read=line) + PRINTED.format(written=line, read=line) + summary(2)
     (hazard, again) = racecheck.hazards_in(printed)
     assert hazard == again
@@ -83,7 +110,7 @@ def test_a_report_as_it_was_printed() -> None:
         {"first": {"line": 1}},
         {"first": {"line": KERNEL.first.line + 1}},
         {"second": {"line": KERNEL.second.line + 1}},
-        {"second": {"line": line_of("decode.py", "gl.warp_specialize(")}},
+        {"second": {"line": line_of(DECODE_FILE, "gl.warp_specialize(")}},
         {"second": {"file": "common.py"}},
         {"first": {"thread": 128}},
         {"second": {"thread": 127}},
@@ -100,7 +127,7 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
 
 
 def test_a_kernel_without_warp_specialization_has_no_hand_over() -> None:
-    hazards = racecheck.hazards_in(report(CONTROL, hand_over("decode_kernel", "decode.py")))
+    hazards = racecheck.hazards_in(report(CONTROL, hand_over("decode_kernel", "src/trunkattn/gpu/portable/decode.py")))
     assert not racecheck.verdict(hazards)[1]
 
 

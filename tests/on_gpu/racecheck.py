@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,10 +66,12 @@ class Hazard(NamedTuple):
         )
 
 
+@cache
 def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[int]]:
-    """Lines to which Triton's writes and reads belong; none if it is no warp-specialized kernel of ours."""
-    for path in (HERE / file, ROOT / "src/trunkattn/gpu/hopper" / file):
-        for node in ast.walk(ast.parse(path.read_text())) if path.exists() else ():
+    """Lines to which Triton's writes and reads belong; none if it is no warp-specialized kernel of ours. Files of one
+    name lie in several folders; the kernel's name tells them apart."""
+    for path in (*HERE.rglob(file), *(ROOT / "src/trunkattn").rglob(file)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == kernel and node.end_lineno:
                 begins = [each.lineno for each in node.body if "warp_specialize(" in ast.unparse(each)]
                 if begins:

@@ -9,6 +9,7 @@ import torch
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import spec
 from trunkattn.training.spec import TrainingConfig
 
 from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, longer, run, tree_case
@@ -295,3 +296,21 @@ def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: in
     assert choice.kernel.source().reads(q, k, k, True)
     for lengths, causal in (((600, 600), True), ((300, 777), False)):
         check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dim: int) -> None:
+    """Some CTAs compute several tiles."""
+    monkeypatch.setattr(spec, "cudnn_version", tuple)  # it would compute the tree
+    case = TrainingCase(PACKED, True, True, (8, 2), head_dim, BF16, padding=150, device="cuda")
+    if is_tree:
+        tree = PrefixTree.from_segments([-1, *[0] * 50], [300, *[37] * 50])
+        case = tree_case(tree, head_dim=head_dim, dtype=BF16, device="cuda", heads=(8, 2))
+    card = card_at("cuda")
+    if not card.why_not_hopper:
+        for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "Hopper backward")):
+            kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim), card).kernel
+            assert kernel and kernel.name == name
+            assert kernel.source().reads(*case.inputs[:3])
+    check(case, False)

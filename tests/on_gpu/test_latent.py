@@ -12,12 +12,14 @@ from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.trees import PrefixTree, tree_batch
 from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.kernel import Work, choose
 from trunkattn.gpu.mla import spec
 from trunkattn.reference import latent_attention
 
 pytestmark = pytest.mark.gpu
 SCALE = 192**-0.5
 SHARED, APART = PrefixTree((1, 2, 9), (384, 128, 77)), PrefixTree((5,), (700,))
+MANY = PrefixTree((90,), (150,))
 
 
 def config_of(heads: int, page_size: int = 64, **options: Any) -> AttentionConfig:
@@ -124,3 +126,18 @@ def test_one_graph_serves_batches_that_are_planned_on_the_device() -> None:
         want, _ = latent_attention(q[:count], cache, *tables_of(batch)[:2], **options)
         torch.testing.assert_close(out[:count].double(), want, rtol=0.1, atol=0.05)
     attention.check()
+
+
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "tree"),
+    [(16, 16, PrefixTree((1, 4, 20), (96, 48, 40))), (12, 64, PrefixTree((1, 9), (320, 77))), (128, 64, MANY)],
+    ids=["three levels", "groups of 12", "several items a CTA"],
+)
+def test_for_the_sanitizer(heads: int, page_size: int, tree: PrefixTree, query_len: int) -> None:
+    """Queries of one token, whose blocks are seen whole, and of two, which are masked."""
+    config, card = config_of(heads, page_size), card_at("cuda")
+    kernel = choose(Work.LATENT, config, card).kernel
+    assert kernel and (kernel.name == spec.DECODE) == card.model.runs_hopper_kernels
+    batch = tree_batch(tree, page_size, page_seed=1)
+    check(config, replace(batch, query_lens=np.full(len(batch.seq_lens), query_len, np.int32)))
