@@ -29,11 +29,11 @@ def test_both_logs_hold_the_same_requests(tmp_path: Path, kind: str, slack: int)
         assert abs(int(differs[0]) * request.block_size - blocks * 512) <= slack
 
 
-def test_two_cores_compute_100_000_requests_in_ten_minutes() -> None:
+def test_100_000_requests_take_two_cores_less_than_ten_minutes() -> None:
     result = load("analyze-large")
     assert [row["kind"] for row in result["rows"]] == ["hashes", "text"] and result["cores"] == 2
     for row in result["rows"]:
-        assert row["requests"] == 100_000 and row["cpu_s"] / result["cores"] < 600
+        assert row["requests"] == 100_000 and row["seconds"] < 600
         assert row["peak_gb"] < 0.5 + 1.1 * max(1.0, row["log_gb"])
 
 

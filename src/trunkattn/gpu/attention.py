@@ -5,8 +5,6 @@ tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not 
 all of a latent cache, which no prefill kernel reads.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -20,7 +18,7 @@ from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.mla.spec import head_groups
-from trunkattn.gpu.step import GpuStep
+from trunkattn.gpu.step import GpuStep, HostTiles
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
@@ -100,14 +98,15 @@ class GpuBackend:
             chunks = self._chunks.plan(division, free_slots, choice.keeps_chunks_whole)
             whole, listed = join(whole, chunks.planned.work, division)
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
-        self._workspace.grow(whole.num_slots)
-        several = bool((np.diff(rest.query_start_loc) > 1).any())
-        lists = Lists(whole, positions, listed, choice.num_overlapped)
-        placed = self._arrays.place(lists, self._geometry(batch.window, several), into)
-        own = tiles.tables  # but for these, which may be the caller's
-        own = replace(own, seq_lens=own.seq_lens.copy(), query_start_loc=own.query_start_loc.copy())
+        if limits is None:
+            self._workspace.grow(whole.num_slots)
+        several = into is None and bool((np.diff(rest.query_start_loc) > 1).any())
+        geometry = into.geometry if into else self._geometry(batch.window, several)
+        placed = self._arrays.place(Lists(whole, positions, listed, choice.num_overlapped), geometry, into)
+        planned = tiles.tables  # its lengths and starts may be the caller's
+        own = StepTables(planned.block_table, planned.seq_lens.copy(), planned.query_start_loc.copy(), planned.window)
         return GpuStep(
-            tiles=tiles._replace(tables=own),
+            tiles=HostTiles(own, tiles.tiles, choice),
             chunks=chunks,
             rule=self._planner.rule,
             kernels=self._kernels,
