@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trunkattn.engine import EngineConfig, SamplingParams, StructuredOutputsParams
+from trunkattn.engine.config import shown
 
 BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"n": 0}, ValueError),
@@ -164,3 +165,28 @@ def test_a_vanishing_temperature_is_greedy(temperature: float, greedy: bool) -> 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
 def test_dtype_by_name_or_by_torch(dtype: object) -> None:
     assert EngineConfig(dtype=dtype).dtype_name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "value", [[1, "a", (2,), ()], {"a": [1.5, None], "b": {}}, "a'b", 7, [[[]]], (1, 2), True, b"x"]
+)
+def test_a_message_quotes_a_value_as_python_writes_it(value: object) -> None:
+    assert shown(value) == repr(value)
+
+
+@pytest.mark.parametrize("inner", [1, "x" * 1000, {"k" * 1000: 1}])
+def test_a_message_quotes_the_beginning_of_a_large_value(inner: object) -> None:
+    for value in ([inner] * 1000, {str(i): inner for i in range(1000)}, {"a": [[inner] * 1000]}):
+        assert shown(value) == f"{repr(value)[:120]}…"
+
+
+def test_a_message_writes_no_more_of_a_value_than_it_quotes() -> None:
+    class Counted:
+        written = 0
+
+        def __repr__(self) -> str:
+            Counted.written += 1
+            return "counted"
+
+    shown([[Counted()] * 100_000] * 10)
+    assert Counted.written < 30

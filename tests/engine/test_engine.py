@@ -240,6 +240,16 @@ def test_n_answers_share_the_prompt() -> None:
     assert engine.stats.computed_tokens == 22 + sum(len(answer.token_ids) - 1 for answer in output.outputs)
 
 
+def test_answers_that_wait_hold_no_copy_of_the_prompt() -> None:
+    engine, prompt = make_engine("abc"), list(range(1, 23))
+    checked = engine.check_request(prompt, SamplingParams(n=5, max_tokens=3, repetition_penalty=1.1))
+    engine.add_checked(checked)
+    (first,) = engine.scheduler.waiting
+    assert all(one.token_ids is checked.token_ids and one.logits_state is None for one in (first, *first.children))
+    output = next(iter(run(engine).values()))
+    assert [len(answer.token_ids) for answer in output.outputs] == [3] * 5 and checked.token_ids == prompt
+
+
 @pytest.mark.parametrize("n", [1, 3, 20])
 def test_seeds_make_answers_repeatable_whatever_runs_beside(n: int) -> None:
     params = SamplingParams(n=n, temperature=3.0, seed=4, max_tokens=6, ignore_eos=True)

@@ -162,3 +162,18 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
 
 def test_no_logprobs_asked_for() -> None:
     assert token_logprobs(logits_of(2), [spec(), spec()], [1, 2]) == [None, None]
+
+
+@pytest.mark.parametrize("vocab_size", [3, 256, 257, 3000])
+def test_a_draw_inverts_the_cumulative_sum(vocab_size: int) -> None:
+    chance = torch.Generator().manual_seed(vocab_size)
+    probs = torch.rand(400, vocab_size, generator=chance) ** 8
+    probs[torch.rand(400, vocab_size, generator=chance) < 0.7] = 0.0
+    probs[:, vocab_size // 2] += 1e-6
+    uniform = torch.rand(400, 1, dtype=torch.float64, generator=chance)
+    uniform[:2, 0] = torch.tensor([0.0, math.nextafter(1.0, 0.0)])
+    cumulative = probs.double().cumsum(dim=-1)
+    expected = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    drawn = _draw(probs, uniform)
+    assert (probs.gather(1, drawn[:, None]) > 0).all()
+    assert (drawn == expected).float().mean() > 0.99  # a number at an edge may fall to the neighbour

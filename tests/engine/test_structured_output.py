@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import llguidance
 import pytest
 
 from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
-from trunkattn.engine.form_limits import FormLimits, longest_chain
+from trunkattn.engine.form_limits import FormLimits, check_form, longest_chain
 from trunkattn.engine.structured_output import StructuredOutputs
 
 SCHEMA = {
@@ -140,10 +141,10 @@ def test_a_missing_library_is_named(smollm2_tokenizer: Any, monkeypatch: pytest.
 def test_compiled_forms_are_kept_up_to_their_bytes(smollm2_tokenizer: Any) -> None:
     forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2], FormLimits(cache_bytes=1 << 20))
     forms.start(form(regex="a+"))
-    assert forms.source(form(regex="a+")) is None
+    assert forms.has_compiled(forms.source(form(regex="a+")))
     for number in range(20):
         forms.start(form(regex=f"a{number}"))
-    assert 4 < len(forms._compiled) < 17 and forms.source(form(regex="a+")) is not None
+    assert 4 < len(forms._compiled) < 17 and not forms.has_compiled(forms.source(form(regex="a+")))
 
 
 def test_what_failed_once_is_not_compiled_again(smollm2_tokenizer: Any) -> None:
@@ -176,6 +177,9 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"properties": {f"p{i}": {} for i in range(5001)}}}, "json has 5001 properties: expected at most 5000"),
     ({"json": {"enum": list(range(1001))}}, "json has 1001 values of enums: expected at most 1000"),
     ({"json": {"description": "x" * 130_000}}, "characters: expected at most 120000"),
+    ({"json": {"examples": [["x" * 130_000]]}}, "characters: expected at most 120000"),
+    ({"json": {"examples": [1] * 60_000}}, "json has 60002 values: expected at most 50000"),
+    ({"json": " " * 2_000_000 + "{}"}, "json has 2000002 characters of JSON"),
     ({"json": {"pattern": "a" * 9000}}, "json: a pattern has 9000 characters: expected at most 8192"),
     ({"json": '{"not": ' * 80 + "{}" + "}" * 80}, "json has 65 levels of nesting"),
     ({"regex": "(a|b)?" * 3000}, "regex has 18000 characters: expected at most 8192"),
@@ -199,6 +203,24 @@ def test_chains_are_counted_without_recursion() -> None:
     assert longest_chain({"a": ["b"], "b": ["c"], "c": ["a"]}) == 3, "a way back adds nothing"
     assert longest_chain({str(i): [str(i + 1)] for i in range(100_000)}) == 100_001
     assert longest_chain({}) == 0 and longest_chain({"a": ["a", "b"], "b": []}) == 2
+
+
+REFERENCES = {"$defs": {"": {f"p{i}": {"$ref": f"#{i}/$defs/"} for i in range(4000)}}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        form(grammar="\n" * 119_999),
+        form(grammar="start" + " " * 110_000),
+        form(grammar="start [x]" + " \n" * 50_000 + ".1"),
+        form(json=REFERENCES),
+    ],
+)
+def test_a_form_is_checked_in_linear_time(form: StructuredOutputsParams) -> None:
+    schema, began = form.json, time.perf_counter()
+    check_form(form, schema, FormLimits())
+    assert time.perf_counter() - began < 5
 
 
 @pytest.mark.parametrize(

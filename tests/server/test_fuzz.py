@@ -7,69 +7,118 @@ The witness is a stream that must neither change nor stand still; the strict bou
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import httpx
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponseFormat,
     TokenizeRequest,
 )
 
 from .conftest import Server
 
+MESSAGE = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}
 PATHS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "x", "max_tokens": 1}),
-    "/v1/chat/completions": (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
-    "/tokenize": (TokenizeRequest, {"prompt": "x"}),
+    "/v1/chat/completions": (ChatCompletionRequest, {"messages": [MESSAGE], "tools": [TOOL], "max_tokens": 1}),
+    "/tokenize": (TokenizeRequest, {"messages": [MESSAGE]}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 WRONG: tuple[Any, ...] = (
     True, -1, 0, 10**30, -(10**400), 1e308, 0.5, "", "x", "\ud83d", "\0", "9" * 5000, [], [[]], ["x"], [1, "x"], [None],
     {}, {"": 1}, {"a": {"b": []}}, [{}] * 3000, ["y"] * 5000, [7] * 20_000, {str(i): i for i in range(3000)},
     [[1]] * 3000,
 )  # fmt: skip
 BOUND_S = 20.0  # of a pause of the witness; generous, because a busy machine may pause everything
+# The template writes all of a request, so that a wrong value goes as far as one can.
+WRITES_ALL = "{{ messages | tojson }}{% if tools %}{{ tools | tojson }}{% endif %}"
 
 
-def fields(model: type[BaseModel], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every field of a body, those of its parts included."""
-    for name, field in model.model_fields.items():
-        here = (*place, field.alias or name)
-        yield here
-        for inner in models_in(field.annotation):
-            yield from fields(inner, (*here, "0") if "list" in str(field.annotation) else here)
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
+def example(annotation: Any) -> Any:
+    """A small right value of a type; of a model, with the fields that it needs."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if annotation is ResponseFormat:
+        return FORMAT
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated, list):
-        return [found for part in get_args(annotation) for found in models_in(part)]
-    return []
+        needed = {name: field for name, field in annotation.model_fields.items() if field.is_required()}
+        return {field.alias or name: example(field.annotation) for name, field in needed.items()}
+    if origin in (Union, UnionType, Annotated, list):
+        return [example(inner[0])] if origin is list else example(inner[0])
+    if origin is Literal:
+        return inner[0]
+    return {str: "x", int: 1, float: 1.0, bool: False}.get(annotation, {})
 
 
-def with_value(body: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """A body with a value in a place; what lies on the way is made."""
-    body = json.loads(json.dumps(body))
-    at: Any = body
-    for step, following in zip(place, (*place[1:], None), strict=True):
-        key: Any = 0 if step == "0" else step
-        if following is None:
-            at[key] = value
-        else:
-            empty: Any = [{}] if following == "0" else {}
-            if isinstance(at, dict) and not isinstance(at.get(key), type(empty)):
-                at[key] = empty
-            at = at[key]
-    return body
+def models_in(annotation: Any, is_list: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
+    """The models of a field's parts, and whether they stand in a list."""
+    origin = get_origin(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, is_list
+    elif origin in (Union, UnionType, Annotated, list):
+        for part in get_args(annotation):
+            yield from models_in(part, origin is list)
+
+
+def bodies(
+    model: type[BaseModel], right: dict[str, Any], values: Callable[[FieldInfo], Iterable[Any]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Right values of a model but for one field, or one field of its parts: its place, and the values."""
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        for value in values(field):
+            yield key, right | {key: value}
+        for inner, is_list in models_in(field.annotation):
+            for place, part in bodies(inner, example(inner), values):
+                yield f"{key}.{place}", right | {key: [part] if is_list else part}
+
+
+def limit(metadata: Sequence[Any], name: str) -> Any:
+    """A limit that the notes on a type have; None: there is none."""
+    notes = [note for one in metadata for note in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    return next((getattr(note, name) for note in notes if hasattr(note, name)), None)
+
+
+def largest(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
+    """The largest values of a type, one of each of its alternatives."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        for one in inner:
+            yield from largest(one, metadata)
+    elif origin is Annotated:
+        yield from largest(inner[0], inner[1:])
+    elif origin is list:
+        one = example(inner[0])
+        room = min(MOST_VALUES // (1 + json.dumps(one).count(",")), MOST_BYTES // (2 + len(json.dumps(one))))
+        yield [one] * min(room, limit(metadata, "max_length") or room)
+    elif origin is dict:
+        one = example(inner[1]) or 1
+        yield {str(i): one for i in range(limit(metadata, "max_length") or 500_000)}
+        if limit(metadata, "max_length") is None:
+            yield {"enum": [1] * MOST_VALUES}
+    elif annotation is str:
+        yield "x" * (limit(metadata, "max_length") or MOST_BYTES)
+    elif annotation in (int, float):
+        yield limit(metadata, "le") or 2**62
+    elif origin is Literal or annotation is bool:
+        yield from inner or (True,)
+    else:
+        assert annotation is NoneType or issubclass(annotation, BaseModel), annotation
+
+
+MOST_VALUES = LIMITS.values - 100
+MOST_BYTES = 15_000_000
 
 
 class Witness:
@@ -113,22 +162,42 @@ def check(witness: Witness, server: Server) -> None:
     assert server.get("/health").status_code == 200
 
 
+def check_answer(response: httpx.Response, place: str, most_characters: int = 1100) -> None:
+    assert response.status_code in (200, 400, 404), (place, response.text[:300])
+    if response.status_code != 200:
+        message = response.json()["error"]["message"]
+        assert message and len(message) < most_characters, (place, message[:300])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_wrong_values_of_every_kind(start_server: Callable[..., Server], path: str) -> None:
     server = start_server(max_answers=4)
-    model, good = PATHS[path]
-    places = list(fields(model))
-    assert len(places) > 1
-    with Witness(server) as witness, httpx.Client(base_url=server.url, timeout=120) as client:
-        for place in places:
-            for value in WRONG:
-                response = post(client, path, with_value(good, place, value))
-                assert response.status_code in (200, 400, 404), (place, repr(value)[:80], response.text[:300])
-                if response.status_code != 200:
-                    error = response.json()["error"]
-                    assert error["message"] and len(error["message"]) < 1100, (place, repr(value)[:80])
+    server.llm.tokenizer.chat_template = WRITES_ALL  # type: ignore[union-attr]
+    model, right = PATHS[path]
+    statuses = post_all(server, path, bodies(model, right, lambda field: WRONG))
+    assert {200, 400} <= set(statuses) and len(statuses) > len(WRONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+def test_the_largest_value_of_every_field(start_server: Callable[..., Server], path: str) -> None:
+    server = start_server()
+    server.llm.tokenizer.chat_template = WRITES_ALL  # type: ignore[union-attr]
+    model, right = PATHS[path]
+    assert post_all(server, path, bodies(model, right, lambda field: largest(field.annotation, field.metadata)))
+
+
+def post_all(server: Server, path: str, all_bodies: Iterable[tuple[str, dict[str, Any]]]) -> list[int]:
+    """Sends the bodies beside a witness; the statuses."""
+    statuses = []
+    with Witness(server) as witness, httpx.Client(base_url=server.url, timeout=300) as client:
+        for place, body in all_bodies:
+            response = post(client, path, body)
+            check_answer(response, place)
+            statuses.append(response.status_code)
     check(witness, server)
+    return statuses
 
 
 LARGEST: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """What one client sends neither stops nor reaches another: limits, hosts, tenants, forms, templates, connections."""
 
+import asyncio
 import json
 import socket
 import sys
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from trunkattn.server import limits, running, service
+from trunkattn.server.lanes import Lanes
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
 from .conftest import Server
@@ -101,6 +103,52 @@ def test_log_probabilities_that_would_fill_the_memory(server: Server, monkeypatc
     monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=200))
     response = server.post(COMPLETE, body)
     assert response.status_code == 400 and "expected at most 200; lower n" in response.json()["error"]["message"]
+
+
+def test_log_probabilities_of_prompts_count_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=300))
+    body = BASE | {"echo": True, "logprobs": 1}
+    assert server.post(COMPLETE, body | {"prompt": "x" * 100}).status_code == 200
+    for prompt in ("x" * 200, ["x" * 100] * 2):
+        response = server.post(COMPLETE, body | {"prompt": prompt})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "logprobs"
+    server.app.state.service._held_logprobs = 299
+    assert server.post(COMPLETE, body).status_code == 429
+    server.app.state.service._held_logprobs = 0
+
+
+def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def takes_long(*_: object) -> float:
+        return 0.05
+
+    monkeypatch.setattr(server.app.state.service._trial, "check", takes_long)
+    body = BASE | {"structured_outputs": {"choice": ["a", "b"]}, "temperature": 1}
+    assert server.post(COMPLETE, body | {"n": 3}).status_code == 200
+    refused = server.post(COMPLETE, body | {"n": 5})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
+    server.app.state.service._held_form_seconds = 0.19
+    assert server.post(COMPLETE, body).status_code == 429
+    assert server.post(COMPLETE, BASE).status_code == 200
+    server.app.state.service._held_form_seconds = 0.0
+
+
+def test_a_long_piece_of_work_leaves_the_next_one_time_to_rest() -> None:
+    def compute() -> tuple[float, float]:
+        began = time.monotonic()
+        while time.thread_time() - clock < 0.1 * (1 + len(times)):
+            pass
+        return began, time.monotonic()
+
+    async def work() -> None:
+        nonlocal clock
+        clock = await lanes.run(1 << 20, time.thread_time)
+        for _ in range(2):
+            times.append(await lanes.run(1 << 20, compute))
+
+    lanes, times, clock = Lanes("test"), list[tuple[float, float]](), 0.0
+    asyncio.run(work())
+    lanes.close()
+    assert times[1][0] - times[0][1] > 0.08
 
 
 def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Tool calls in a model's text."""
 
 import json
+import time
 
 import pytest
 
@@ -117,3 +118,10 @@ def test_a_stream_sends_the_content_of_the_whole(parser: str, text: str) -> None
 def test_a_forced_answer_is_a_list_of_calls() -> None:
     parsed = FORCED(f"[{CALL}]")
     assert parsed.content == "" and [call.name for call in parsed.calls] == ["weather"]
+
+
+def test_long_stretches_of_space_take_no_time() -> None:
+    began = time.perf_counter()
+    for text in ("[TOOL_CALLS]name" + " " * 100_000, "[TOOL_CALLS]" + " " * 100_000 + "name {"):
+        assert TOOL_CALL_PARSERS["mistral"].parse(text).calls == ()
+    assert time.perf_counter() - began < 2

@@ -4,13 +4,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from trunkattn.server.limits import LIMITS
 from trunkattn.server.live import Live, _Shot
 
 from .conftest import NAME, Server
@@ -102,6 +103,34 @@ def test_nobody_looks_and_no_picture_is_made(server: Server) -> None:
     while live.has_readers:
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_a_tenant_has_few_pages_and_many_that_open_cost_one_picture(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, made = server.app.state.live, list[float]()
+    picture = live._picture
+
+    def counted(*arguments: Any) -> Any:
+        made.append(time.monotonic())
+        return picture(*arguments)
+
+    monkeypatch.setattr(live, "_picture", counted)
+    time.sleep(0.6)  # what another test has looked at is old
+    began = time.monotonic()
+    with ExitStack() as pages:
+        for _ in range(LIMITS.live_pages):
+            next(pages.enter_context(closing(snapshots(server))))
+        took = time.monotonic() - began
+        assert len(made) <= 2 + 2 * took / 0.5
+        refused = server.get("/live")
+        assert refused.status_code == 429 and "live pages are open" in refused.json()["error"]["message"]
+    end = time.monotonic() + 10
+    while live.has_readers:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with closing(snapshots(server)) as read:
+        assert next(read)["running"] == 0
 
 
 def test_the_last_minutes_are_sent_at_once_and_each_sample_once(server: Server) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trunkattn.engine.detokenizer import Detokenizer
+from trunkattn.engine.detokenizer import NUM_CONTEXT_TOKENS, Detokenizer
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling import TokenLogprobs
@@ -14,31 +14,34 @@ class Answer:
     """Text and log-probabilities of one sequence."""
 
     def __init__(self, sequence: Request, tokenizer: Any | None, token_bytes: TokenBytes) -> None:
-        prompt, params = sequence.token_ids[: sequence.num_prompt_tokens], sequence.params
         self._sequence = sequence
+        self._tokenizer = tokenizer if sequence.params.detokenize else None
         self._token_bytes = token_bytes
-        self._detokenizer: Detokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = Detokenizer(
-                tokenizer,
-                prompt,
-                params.stop_strings,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-                include_stop=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-                kept_special_token_ids=tuple(params.kept_special_token_ids),
-            )
+        self._detokenizer: Detokenizer | None = None  # from the first token on
         self._logprobs: list[dict[int, Logprob]] | None = None if sequence.params.logprobs is None else []
         self._cumulative_logprob = 0.0
+
+    def _begin(self, tokenizer: Any) -> Detokenizer:
+        params, end = self._sequence.params, self._sequence.num_prompt_tokens
+        return Detokenizer(
+            tokenizer,
+            self._sequence.token_ids[max(0, end - NUM_CONTEXT_TOKENS) : end],
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            kept_special_token_ids=tuple(params.kept_special_token_ids),
+        )
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None) -> str | None:
         """Adds the sequence's newest token; returns the stop string that it completed, if any."""
         if self._logprobs is not None and logprobs is not None:
             self._cumulative_logprob += logprobs.logprobs[0]
             self._logprobs.append(logprob_entry(logprobs, self._token_bytes))
-        if self._detokenizer is None:
+        if self._tokenizer is None:
             return None
+        self._detokenizer = self._detokenizer or self._begin(self._tokenizer)
         ends_it = self._sequence.finish_reason == "stop"
         if ends_it and not self._sequence.params.include_stop_str_in_output:  # then it has no text
             return None

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -31,8 +32,33 @@ def check_scheduler_policy(name: str, value: object) -> str:
 
 def shown(value: object, most: int = 120) -> str:
     """A value as a message quotes it: its beginning, if it has more than `most` characters."""
-    text = repr(value[: 2 * most] if isinstance(value, str | list | tuple) else value)
-    return text if len(text) <= most else f"{text[:most]}…"
+    text = ""
+    for piece in _written(value, most):
+        text += piece
+        if len(text) > most:
+            return f"{text[:most]}…"
+    return text
+
+
+def _written(value: object, most: int) -> Iterator[str]:
+    """The text of a value, piece by piece: nobody has to write all of a large one to quote its beginning."""
+    match value:
+        case str():
+            yield repr(value[: 2 * most])
+        case dict():
+            yield "{"
+            for place, (name, one) in enumerate(value.items()):
+                yield f"{', ' if place else ''}{shown(name, most)}: "
+                yield from _written(one, most)
+            yield "}"
+        case list() | tuple():
+            yield "[" if isinstance(value, list) else "("
+            for place, one in enumerate(value):
+                yield ", " if place else ""
+                yield from _written(one, most)
+            yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+        case _:
+            yield repr(value)
 
 
 def check_real(name: str, value: object, expected: str) -> float:
@@ -60,8 +86,8 @@ def check_text(name: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{name}={text!r}: expected Unicode text, and character {error.start} is half of a surrogate pair; decode "
-            f"the text as UTF-8"
+            f"{name}={shown(text)}: expected Unicode text, and character {error.start} is half of a surrogate pair; "
+            f"decode the text as UTF-8"
         ) from error
     return text
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
-from trunkattn.engine.logits import LogitsRules, LogitsState
+from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
@@ -190,7 +190,7 @@ class Engine:
         sequences = [
             Request(
                 request_id=f"{request_id}.{index}",
-                token_ids=list(checked.token_ids),
+                token_ids=checked.token_ids,
                 num_prompt_tokens=num_tokens,
                 params=params,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -200,11 +200,10 @@ class Engine:
                 owner_id=request_id,
                 cache_salt=cache_salt,
                 arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+                rules=checked.rules if params.changes_logits else None,
             )
             for index in range(params.n)
         ]
-        for sequence in sequences if params.changes_logits else ():
-            sequence.logits_state = LogitsState(params, checked.rules, sequence.token_ids, num_tokens)
         sequences[0].children.extend(sequences[1:])
         self._requests[request_id] = RequestAnswers(request_id, prompt, sequences, self._tokenizer, self._token_bytes)
         self._num_arrivals += 1
@@ -270,6 +269,9 @@ class Engine:
     def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Samples a token for each of `batch.samples`. Returns the tokens, and log-probabilities where a request wants
         them."""
+        for sample in batch.samples:
+            if sample.request.num_output_tokens == 0:
+                sample.request.begin()
         rows = [sample.row for sample in batch.samples]
         if rows != list(range(len(logits))):  # new samples draw from their parent's row, and prompt rows have no sample
             logits = logits[rows]

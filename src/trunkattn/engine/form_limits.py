@@ -5,14 +5,17 @@ here, without recursion.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 
-_RULE: Final = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\])?\s*(?:\.\s*-?\d+)?\s*:", re.MULTILINE)
+# No two of its parts can match the same space, so that its time is linear in the text.
+_RULE: Final = re.compile(r"^[^\S\n]*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\]\s*)?(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
+
+Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class FormLimits:
         max_characters: characters of all names and texts of a schema, of all choices, or of a grammar. OpenAI: 120,000.
         max_properties: properties of a schema, in all. OpenAI: 5,000.
         max_enum_values: values of all enums of a schema, or choices. OpenAI: 1,000.
+        max_values: values of a schema, of any kind, in all.
+        max_text: characters of a schema that is given as JSON text.
         max_depth: levels of lists and mappings within a schema.
         max_chain: definitions of a schema, or rules of a grammar, that name one another in a row.
         max_rules: rules of a grammar.
@@ -33,6 +38,8 @@ class FormLimits:
     max_characters: int = 120_000
     max_properties: int = 5_000
     max_enum_values: int = 1_000
+    max_values: int = 50_000
+    max_text: int = 1 << 20
     max_depth: int = 64
     max_chain: int = 100
     max_rules: int = 1_000
@@ -82,48 +89,63 @@ def _inside(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
+def check_size(schema: Any, limits: FormLimits) -> None:
+    """Raises ValueError if a schema, as JSON text or as values, is too large to be read or written."""
+    if isinstance(schema, str):
+        _at_most("json", len(schema), limits.max_text, "characters of JSON")
+    else:
+        _at_most("json", sum(1 for _ in _values(schema)), limits.max_values, "values")
+
+
 def _check_schema(schema: Any, limits: FormLimits) -> None:
+    check_size(schema, limits)
     _at_most("json", depth_of(schema, limits.max_depth), limits.max_depth, "levels of nesting")
-    properties = enums = characters = 0
+    properties = enums = 0
     for part in _mappings(schema):
         properties += len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
         enums += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
-        characters += sum(len(name) for name in part)
-        characters += sum(len(text) for value in part.values() for text in _texts(value))
         if isinstance(part.get("pattern"), str):
             _at_most("json: a pattern", len(part["pattern"]), limits.max_regex_characters, "characters")
     _at_most("json", properties, limits.max_properties, "properties")
     _at_most("json", enums, limits.max_enum_values, "values of enums")
-    _at_most("json", characters, limits.max_characters, "characters")
+    _at_most("json", sum(map(len, _texts(schema))), limits.max_characters, "characters")
     _at_most("json", longest_chain(_references(schema)), limits.max_chain, "references in a row")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """The texts of a value of a schema that no mapping inside it holds."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        yield from (text for text in value if isinstance(text, str))
+def _texts(schema: Any) -> Iterator[str]:
+    """Every name and every text of a schema."""
+    for value in _values(schema):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from value
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Every value within a value of JSON, itself included."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting.extend(_inside(one))
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
     """Every mapping within a value of JSON, itself included."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping):
-            yield one
-        waiting.extend(_inside(one))
+    return (one for one in _values(value) if isinstance(one, Mapping))
 
 
-def _references(schema: Any) -> dict[str, list[str]]:
-    """Place of each part of a schema that a reference names -> the references within it. The whole schema is "#"."""
-    wanted = {one["$ref"] for one in _mappings(schema) if isinstance(one.get("$ref"), str)}
-    found = {"#": schema} | {name: _at(schema, name) for name in wanted}
-    return {
-        name: [one["$ref"] for one in _mappings(part) if isinstance(one.get("$ref"), str)]
-        for name, part in found.items()
-    }
+def _names(part: Any) -> set[str]:
+    """The references within a part of a schema."""
+    return {one["$ref"] for one in _mappings(part) if isinstance(one.get("$ref"), str)}
+
+
+def _references(schema: Any) -> dict[int, list[int]]:
+    """Each part of a schema that a reference names, and the whole -> the parts that references within it name. A part
+    stands for all its names, by the `id` that it has meanwhile."""
+    named = {name: _at(schema, name) for name in _names(schema)}
+    parts = {id(part): part for part in (schema, *named.values())}
+    return {number: list({id(named[name]) for name in _names(part)}) for number, part in parts.items()}
 
 
 def _at(schema: Any, pointer: str) -> Any:
@@ -138,7 +160,7 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
     _at_most("grammar", len(grammar), limits.max_characters, "characters")
     rules = list(_RULE.finditer(grammar))
     _at_most("grammar", len(rules), limits.max_rules, "rules")
-    ends = [rule.start() for rule in rules[1:]] + [len(grammar)]
+    ends = [*(rule.start() for rule in rules[1:]), len(grammar)][: len(rules)]
     names = {rule[1] for rule in rules}
     graph = {
         rule[1]: [word for word in _WORD.findall(grammar, rule.end(), end) if word in names]
@@ -147,13 +169,13 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
     _at_most("grammar", longest_chain(graph), limits.max_chain, "rules that name one another in a row")
 
 
-def longest_chain(graph: Mapping[str, Sequence[str]]) -> int:
+def longest_chain(graph: Mapping[Node, Sequence[Node]]) -> int:
     """Nodes of the longest path that a depth-first search follows. An edge back to the path adds nothing.
 
     Args:
         graph: node -> nodes that it names. Names without a node of their own count as ends.
     """
-    length: dict[str, int] = {}
+    length: dict[Node, int] = {}
     for start in graph:
         if start in length:
             continue

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trunkattn.engine.logits import LogitsState
+from trunkattn.engine.logits import LogitsRules, LogitsState
 from trunkattn.engine.sampling_params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class Request:
 
     Attributes:
         request_id: unique among the engine's sequences.
-        token_ids: prompt and generated tokens.
+        token_ids: prompt and generated tokens. Until `begin` the list is the request's, which nobody changes.
         num_prompt_tokens: tokens of the prompt.
         params: sampling parameters.
         max_tokens: most tokens to generate, within `max_model_len`.
@@ -34,7 +34,8 @@ class Request:
         stop_reason: the stop string or stop token id that ended the answer; None for end-of-sequence.
         error: why the sequence could not go on; None unless that is its finish_reason.
         is_bad: whether the request's own parameters caused the error.
-        logits_state: what its parameters do to its logits; None: nothing.
+        rules: what its parameters mean for the model; None: they change no logits.
+        logits_state: what they do to its logits, from `begin` on; None: nothing.
         num_prompt_logprobs: prompt tokens whose log-probabilities are known, when they are asked for.
     """
 
@@ -56,6 +57,7 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     is_bad: bool = False
+    rules: LogitsRules | None = None
     logits_state: LogitsState | None = None
     num_prompt_logprobs: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
@@ -87,6 +89,12 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Sort key: earlier arrivals first."""
         return self.arrival, self.index
+
+    def begin(self) -> None:
+        """Gives the sequence what its answer changes, before its first token: answers that wait share all they can."""
+        self.token_ids = list(self.token_ids)
+        if self.rules is not None:
+            self.logits_state = LogitsState(self.params, self.rules, self.token_ids, self.num_prompt_tokens)
 
     def append(self, token_id: int) -> None:
         """Adds a generated token; finishes the request at an end-of-sequence or stop token or at `max_tokens`."""

@@ -14,6 +14,7 @@ from trunkattn.engine.sampling_params import SamplingParams
 
 NOT_FINITE = -1  # in place of a token: the model's logits have none that is largest, because of a NaN or infinity
 NO_TOKEN_LEFT = -2  # in place of a token: the request's own parameters leave none
+BLOCK = 256  # tokens; a draw chooses a block of them first
 MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small
 
 
@@ -68,19 +69,21 @@ class Sampler:
             logits: [len(specs), vocab_size], any floating dtype. They are not changed.
             specs: one per row.
         """
-        token_ids, is_finite = _largest(logits)
-        has_token = is_finite
+        has_token = is_finite = _is_finite(logits)
         adjusted = {row: spec.state for row, spec in enumerate(specs) if spec.state is not None}
         if adjusted:
-            logits, rows = logits.to(torch.float32, copy=True), list(adjusted)
-            changed = logits[rows]
+            changed = _rows(logits, list(adjusted)).to(torch.float32, copy=True)
             adjust_logits(changed, list(adjusted.values()))
-            logits[rows] = changed
-            token_ids, has_token = _largest(logits)
-        rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
-        if rows:
-            probs = _probabilities(logits[rows].float(), [specs[row].params for row in rows])
-            token_ids[rows] = _draw(probs, self._uniform([specs[row] for row in rows]).to(logits.device))
+            logits = _with_rows(logits, list(adjusted), changed)
+            has_token = _is_finite(logits)
+        token_ids = torch.empty(len(specs), dtype=torch.int64, device=logits.device)
+        greedy = [row for row, spec in enumerate(specs) if spec.params.is_greedy]
+        if greedy:
+            token_ids[greedy] = _rows(logits, greedy).argmax(dim=-1)
+        drawn = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
+        if drawn:
+            probs = _probabilities(_rows(logits, drawn).float(), [specs[row].params for row in drawn])
+            token_ids[drawn] = _draw(probs, self._uniform([specs[row] for row in drawn]).to(logits.device))
         return token_ids.masked_fill_(~has_token, NO_TOKEN_LEFT).masked_fill_(~is_finite, NOT_FINITE).tolist()
 
     def _uniform(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
@@ -94,20 +97,58 @@ class Sampler:
         return drawn
 
 
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows] the most likely tokens, and whether their logits are finite. A NaN counts as the largest."""
-    token_ids = logits.argmax(dim=-1)
-    return token_ids, logits.gather(1, token_ids[:, None])[:, 0].isfinite()
+def _is_finite(logits: torch.Tensor) -> torch.Tensor:
+    """[rows] whether the largest logits are finite. A NaN counts as the largest."""
+    return logits.amax(dim=-1).isfinite()
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows in their order; no copy if they are all."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _with_rows(logits: torch.Tensor, rows: list[int], changed: torch.Tensor) -> torch.Tensor:
+    """The logits with some rows changed, in float32; the caller's stay as they are."""
+    if len(rows) == len(logits):
+        return changed
+    copy = logits.to(torch.float32, copy=True)
+    copy[rows] = changed
+    return copy
 
 
 def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[rows] token ids drawn from `probs`, which need not be normalised, by inversion of the cumulative distribution.
+    """[rows] token ids drawn from `probs`, which need not be normalised, by inversion of the cumulative distribution:
+    first a block of tokens, then one of them.
 
-    The sum is in float64: in float32 its rounding over a whole vocabulary exceeds many tokens' probabilities.
+    The sum over the blocks and the one within a block are in float64: in float32 their rounding over a whole vocabulary
+    exceeds many tokens' probabilities.
+
+    Args:
+        probs: [rows, vocab_size] float32.
+        uniform: [rows, 1] float64 in [0, 1).
     """
-    cumulative = probs.double().cumsum(dim=-1)
-    drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-    return drawn[:, 0].clamp_(max=probs.shape[1] - 1)
+    vocab_size = probs.shape[1]
+    whole = vocab_size - vocab_size % BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, BLOCK)).sum(dim=-1)
+    if whole < vocab_size:
+        sums = torch.cat((sums, probs[:, whole:].sum(dim=-1, keepdim=True)), dim=1)
+    sums = sums.double()
+    cumulative = sums.cumsum(dim=-1)
+    target = uniform * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    share = (target - (cumulative - sums).gather(1, block)) / sums.gather(1, block)
+    places = block * BLOCK + torch.arange(BLOCK, dtype=torch.int64, device=probs.device)
+    within = probs.gather(1, places.clamp(max=vocab_size - 1)).double().masked_fill_(places >= vocab_size, 0.0)
+    cumulative = within.cumsum(dim=-1)
+    return (block * BLOCK + _first_above(cumulative, share.clamp_(min=0.0) * cumulative[:, -1:]))[:, 0]
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] the first places where a cumulative sum exceeds a number. What rounding has made too large counts as
+    less than the whole sum, so that a place without a share is never found. A row of NaN has any place."""
+    below = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
+    found = torch.searchsorted(cumulative, torch.minimum(target, below), right=True)
+    return found.clamp_(max=cumulative.shape[1] - 1)
 
 
 def token_logprobs(
@@ -139,10 +180,12 @@ def most_likely(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence
         token_ids: the tokens.
         counts: how many most likely ones, per row.
     """
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
-    ranks = ((logprobs > chosen).sum(dim=-1) + 1).tolist()
-    top_values, top_ids = (part.tolist() for part in logprobs.topk(max(counts)))
+    logits = logits.float()
+    whole = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
+    ranks = ((logits > chosen).sum(dim=-1, dtype=torch.float32).long() + 1).tolist()
+    top = logits.topk(max(counts))
+    top_values, top_ids = (top.values - whole).tolist(), top.indices.tolist()
     return [
         TokenLogprobs(
             token_ids=[token_id, *top_ids[row][:count]],
@@ -150,17 +193,19 @@ def most_likely(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence
             ranks=[rank, *range(1, count + 1)],
         )
         for row, (token_id, count, value, rank) in enumerate(
-            zip(token_ids, counts, chosen[:, 0].tolist(), ranks, strict=True)
+            zip(token_ids, counts, (chosen - whole)[:, 0].tolist(), ranks, strict=True)
         )
     ]
 
 
 def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """[rows, vocab_size] float32 probabilities after temperature, min-p, top-k and top-p; not normalised after the last
-    two."""
-    temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=logits.device)
-    # Subtract the maximum first, so that a small temperature cannot overflow.
-    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    two. `logits` are not changed."""
+    if any(p.temperature != 1 for p in params):
+        temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=logits.device)
+        # Subtract the maximum first, so that a small temperature cannot overflow.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+    probs = logits.softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.min_p > 0]
     if rows:
         probs[rows] = _drop_unlikely(probs[rows], [params[row].min_p for row in rows])

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.engine.config import shown
-from trunkattn.engine.form_limits import FormLimits, check_form
+from trunkattn.engine.form_limits import FormLimits, check_form, check_size
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
 
@@ -112,14 +112,19 @@ class StructuredOutputs:
         self._remember(self._compiled, grammar, matcher)
         return state
 
-    def source(self, form: StructuredOutputsParams) -> str | None:
-        """The grammar that a form is compiled from; None if it is compiled already. Raises what `start` raises."""
+    def source(self, form: StructuredOutputsParams) -> str:
+        """The grammar that a form is compiled from. Raises what `start` raises."""
         name, value, grammar = self._grammar(form)
         with self._lock:
             failure = self._failed.get(grammar)
             if failure is not None:
                 raise ValueError(f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {failure}")
-            return None if grammar in self._compiled else grammar
+        return grammar
+
+    def has_compiled(self, grammar: str) -> bool:
+        """Whether the compiled form of a grammar is kept."""
+        with self._lock:
+            return grammar in self._compiled
 
     def refuse(self, grammar: str, reason: str) -> None:
         """Remembers that a grammar cannot be used, so that it is not compiled again."""
@@ -153,7 +158,7 @@ class StructuredOutputs:
 
     def _grammar(self, form: StructuredOutputsParams) -> tuple[str, Any, str]:
         """Name and value of the form that is given, and the form as llguidance's grammar."""
-        schema = None if form.json is None else _schema(form.json)
+        schema = None if form.json is None else _schema(form.json, self._limits)
         check_form(form, schema, self._limits)
         matcher = self._library.LLMatcher
         if form.json is not None:
@@ -209,8 +214,9 @@ def reason_of(matcher: Any) -> str:
     return shown(" ".join(first.split()), most=300)[1:-1]
 
 
-def _schema(given: Any) -> Any:
+def _schema(given: Any, limits: FormLimits) -> Any:
     """A schema as plain JSON values."""
+    check_size(given, limits)
     try:
         return json.loads(given if isinstance(given, str) else json.dumps(dict(given)), parse_constant=_no_constant)
     except (TypeError, ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
@@ -46,7 +46,6 @@ _PAGE_HEADERS: Final = MappingProxyType(
         "frame-ancestors 'none'"
     }
 )
-_ANSWER_BYTES: Final = 4 << 10  # of an answer in JSON; more is a long piece of work
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -163,10 +162,7 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
 
     @app.get("/live")
     async def events(request: Request) -> Response:
-        tenant = _tenant(request, service.options)
-        return StreamingResponse(
-            live.events(tenant), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        return await respond(live.events(_tenant(request, service.options)))
 
     app.mount("/static", StaticFiles(directory=str(_STATIC)))
 
@@ -189,7 +185,7 @@ async def _answer(
     done = await _unless_disconnected(request, endpoint.whole(submissions))
     if done is None:
         return Response(status_code=_CLIENT_CLOSED)
-    return await service.lanes.run(len(submissions) * body.n * _ANSWER_BYTES, lambda: JSONResponse(done))
+    return Response(done, media_type="application/json")
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:

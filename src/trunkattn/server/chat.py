@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -13,8 +14,8 @@ from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
-from trunkattn.server.service import Caller, Service, num_tokens_of, usage_of
-from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter
+from trunkattn.server.service import Caller, Service, num_places, usage_of
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, write_json
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
 
 
@@ -53,10 +54,10 @@ class Chat:
         )
         return [await service.submission("messages", token_ids, params, self._caller)]
 
-    async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
-        """The response, once every answer is finished."""
+    async def whole(self, submissions: Sequence[Submission]) -> str:
+        """The response as JSON, once every answer is finished."""
         outputs = await self._service.finished(submissions, self.id)
-        return await self._service.lanes.run(num_tokens_of(outputs), lambda: self._response(outputs))
+        return await self._service.render(num_places(outputs[0]), lambda: write_json(self._response(outputs)))
 
     def _response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
@@ -78,15 +79,23 @@ class Chat:
         writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
         async for grown in self._service.grow(submissions, self.id):
             newest = [grown.output]
-            for answer in grown.output.outputs:
-                if answer.index not in progress:
-                    progress[answer.index] = Progress()
-                    yield writer.event(self._chunk(answer, {"role": "assistant", "content": ""}))
-                for chunk in self._chunks(answer, progress[answer.index]):
-                    yield writer.event(chunk | self._usage_so_far(grown.output))
+            work = partial(self._events, grown.output, progress, writer)
+            for event in await self._service.render(num_places(grown.output, progress.values()), work):
+                yield event
         if self._options.include_usage:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
         yield writer.done()
+
+    def _events(self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter) -> list[str]:
+        """Events of what is new of an output."""
+        events = []
+        for answer in output.outputs:
+            if answer.index not in progress:
+                progress[answer.index] = Progress()
+                events.append(writer.event(self._chunk(answer, {"role": "assistant", "content": ""})))
+            for chunk in self._chunks(answer, progress[answer.index]):
+                events.append(writer.event(chunk | self._usage_so_far(output)))
+        return events
 
     def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
         return {"usage": usage_of([output]).as_json()} if self._options.continuous_usage_stats else {}

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -11,8 +12,8 @@ from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
-from trunkattn.server.service import Caller, Service, num_tokens_of, usage_of
-from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets
+from trunkattn.server.service import Caller, Service, num_places, usage_of
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, write_json
 
 
 class Piece(NamedTuple):
@@ -75,39 +76,50 @@ class Completion:
             changes["max_tokens"] = 1
         return changes
 
-    async def whole(self, submissions: Sequence[Submission]) -> dict[str, Any]:
-        """The response, once every answer is finished."""
+    async def whole(self, submissions: Sequence[Submission]) -> str:
+        """The response as JSON, once every answer is finished."""
         outputs = [self._shown(output) for output in await self._service.finished(submissions, self.id)]
 
-        def response() -> dict[str, Any]:
+        def response() -> str:
             choices = [
                 self._choice(prompt, output, answer, Piece(answer.text, 0, 0, TextOffsets()))
                 for prompt, output in enumerate(outputs)
                 for answer in output.outputs
             ]
-            return self._envelope(choices) | {"usage": usage_of(outputs).as_json()}
+            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()})
 
-        return await self._service.lanes.run(num_tokens_of(outputs), response)
+        return await self._service.render(sum(map(num_places, outputs)), response)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
         writer, newest = StreamWriter(), dict[int, RequestOutput]()
-        progress: dict[tuple[int, int], Progress] = {}
+        progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
         async for grown in self._service.grow(submissions, self.id):
             output = newest[grown.prompt] = self._shown(grown.output)
-            for answer in output.outputs:
-                sent = progress.setdefault((grown.prompt, answer.index), Progress())
-                piece = Piece(*sent.advance(answer), sent.offsets)
-                has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
-                if piece.text or has_logprobs or sent.just_ended:
-                    event = self._envelope([self._choice(grown.prompt, output, answer, piece)])
-                    if self._options.continuous_usage_stats:
-                        event["usage"] = usage_of([output]).as_json()
-                    yield writer.event(event)
+            told = progress[grown.prompt]
+            work = partial(self._events, grown.prompt, output, told, writer)
+            for event in await self._service.render(num_places(output, told.values()), work):
+                yield event
         if self._options.include_usage:
             usage = usage_of([newest[prompt] for prompt in range(len(submissions))])
             yield writer.event(self._envelope([]) | {"usage": usage.as_json()})
         yield writer.done()
+
+    def _events(
+        self, prompt: int, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter
+    ) -> list[str]:
+        """Events of what is new of a prompt's output."""
+        events = []
+        for answer in output.outputs:
+            sent = progress.setdefault(answer.index, Progress())
+            piece = Piece(*sent.advance(answer), sent.offsets)
+            has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
+            if piece.text or has_logprobs or sent.just_ended:
+                event = self._envelope([self._choice(prompt, output, answer, piece)])
+                if self._options.continuous_usage_stats:
+                    event["usage"] = usage_of([output]).as_json()
+                events.append(writer.event(event))
+        return events
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """An output without the token that nobody asked for."""

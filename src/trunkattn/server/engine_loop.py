@@ -23,15 +23,14 @@ _LOG: Final = logging.getLogger(__name__)
 _FIRST_TOKEN_WEIGHT: Final = 0.1  # of the newest time to a first token in the running mean
 _LONGEST_RETRY_S: Final = 60
 _WATCH_INTERVAL_S: Final = 0.5
+_COMMAND_SECONDS: Final = 0.02  # of commands between two steps
 
 
 class QueueFull(Exception):
-    """Too many requests wait. retry_after_s: when it is worth another try."""
+    """The server holds as much as it may. full: of what. retry_after_s: when it is worth another try."""
 
-    def __init__(self, max_waiting: int, retry_after_s: int) -> None:
-        super().__init__(
-            f"{max_waiting} requests are waiting, as many as this server allows; try again in {retry_after_s} s"
-        )
+    def __init__(self, full: str, retry_after_s: int) -> None:
+        super().__init__(f"{full}, as many as this server allows; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
@@ -48,12 +47,16 @@ class Submission:
         cache_salt: of its cached prefixes.
         tenant: whose it is; only this one sees it on the live page. None: everybody's.
         arrival_time: when it came, on the monotonic clock; None: when it is submitted.
+        num_logprobs: log-probabilities that its output may have.
+        form_seconds: that the form of its answers takes of a step.
     """
 
     checked: CheckedRequest
     cache_salt: bytes = b""
     tenant: str | None = None
     arrival_time: float | None = None
+    num_logprobs: int = 0
+    form_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -164,13 +167,17 @@ class EngineLoop:
         """A place among the requests that wait: for a tokenizer, or for the first token. Raises QueueFull if there is
         none."""
         if self.num_waiting >= self.max_waiting:
-            seconds = min(max(1, math.ceil(self._first_token_s)), _LONGEST_RETRY_S)
-            raise QueueFull(self.max_waiting, seconds)
+            raise QueueFull(f"{self.max_waiting} requests are waiting", self.retry_after_s)
         self.num_waiting += 1
         try:
             yield
         finally:
             self.num_waiting -= 1
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds after which another try may help."""
+        return min(max(1, math.ceil(self._first_token_s)), _LONGEST_RETRY_S)
 
     def is_visible(self, request_id: str, tenant: str | None) -> bool:
         """Whether a tenant may see an unfinished request; None may see all. On the engine's thread."""
@@ -186,16 +193,20 @@ class EngineLoop:
         self._fail_all(EngineFailed("the server is shutting down"))
 
     def _take_commands(self) -> None:
-        """Runs the commands that wait. Without a request it waits for one."""
+        """Runs the commands that wait, for a short time: running answers wait meanwhile. Without a request it waits for
+        one."""
         timeout = None
         if self.engine.has_unfinished:
             timeout = 0.0
         elif self._watch is not None:
             timeout = _WATCH_INTERVAL_S
         with contextlib.suppress(queue.Empty):
-            while (command := self._commands.get(timeout != 0.0, timeout)) is not None:
+            command, began = self._commands.get(timeout != 0.0, timeout), time.monotonic()
+            while command is not None:
                 command()
-                timeout = 0.0
+                if time.monotonic() - began > _COMMAND_SECONDS:
+                    return
+                command = self._commands.get_nowait()
 
     def _add(self, submission: Submission, inbox: _Inbox) -> None:
         try:

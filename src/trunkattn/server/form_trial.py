@@ -5,16 +5,19 @@ import contextlib
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.engine.structured_output import StructuredOutputs
+from trunkattn.server.lanes import Lanes
 from trunkattn.server.limits import RequestLimits
 
 _WORKER: Final = Path(__file__).with_name("form_worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
 _START_SECONDS: Final = 60.0
+_REMEMBERED: Final = 1024  # forms whose times are known
 
 
 class FormTrial:
@@ -22,23 +25,29 @@ class FormTrial:
 
     Args:
         forms: the engine's compiled forms. What fails is remembered there.
+        lanes: threads that read forms.
         limits: of time and memory.
     """
 
-    def __init__(self, forms: StructuredOutputs, limits: RequestLimits) -> None:
-        self._forms, self._limits = forms, limits
+    def __init__(self, forms: StructuredOutputs, lanes: Lanes, limits: RequestLimits) -> None:
+        self._forms, self._lanes, self._limits = forms, lanes, limits
         self._idle: asyncio.Queue[Process | None] | None = None  # None in it: a process that has not started
         self._processes: set[Process] = set()
+        self._token_seconds: OrderedDict[str, float] = OrderedDict()  # of grammars; the newest is last
 
-    async def check(self, form: StructuredOutputsParams) -> None:
-        """Tries a form unless it is compiled already.
+    async def check(self, form: StructuredOutputsParams, num_bytes: int) -> float:
+        """Tries a form unless it is compiled already. Returns the seconds that a token of an answer takes.
+
+        Args:
+            form: the form.
+            num_bytes: of the body that has it.
 
         Raises:
             ImportError, ValueError: see `StructuredOutputs.start`, or the form took too much time, memory or stack.
         """
-        grammar = await asyncio.to_thread(self._forms.source, form)
-        if grammar is None:
-            return
+        grammar = await self._lanes.run(num_bytes, lambda: self._forms.source(form))
+        if grammar in self._token_seconds and self._forms.has_compiled(grammar):
+            return self._token_seconds[grammar]
         if self._idle is None:
             self._idle = asyncio.Queue()
             for _ in range(_NUM_WORKERS):
@@ -47,7 +56,7 @@ class FormTrial:
         try:
             if worker is None or worker.returncode is not None:
                 worker = await asyncio.wait_for(self._start(), _START_SECONDS)
-            failure, num_bytes = await self._attempt(worker, grammar)
+            failure, taken_bytes, seconds = await self._attempt(worker, grammar)
         except BaseException:  # a cancelled request too: its answer would be read as another one's
             self._end(worker)
             worker = None
@@ -56,8 +65,12 @@ class FormTrial:
             self._idle.put_nowait(worker)
         if failure is not None:
             self._forms.refuse(grammar, failure)
-            await asyncio.to_thread(self._forms.source, form)  # raises it, with the form's name
-        self._forms.weigh(grammar, num_bytes)
+            await self._lanes.run(num_bytes, lambda: self._forms.source(form))  # raises it, with the form's name
+        self._forms.weigh(grammar, taken_bytes)
+        self._token_seconds[grammar] = seconds
+        while len(self._token_seconds) > _REMEMBERED:
+            self._token_seconds.popitem(last=False)
+        return seconds
 
     def close(self) -> None:
         """Ends the processes."""
@@ -87,8 +100,8 @@ class FormTrial:
             raise ValueError("structured_outputs: expected a model whose tokenizer llguidance can read")
         return worker
 
-    async def _attempt(self, worker: Process, grammar: str) -> tuple[str | None, int]:
-        """What is wrong with a grammar, and the bytes of its compiled form."""
+    async def _attempt(self, worker: Process, grammar: str) -> tuple[str | None, int, float]:
+        """What is wrong with a grammar, the bytes of its compiled form, and the seconds of a token."""
         assert worker.stdin is not None and worker.stdout is not None
         line = b""
         with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
@@ -96,9 +109,9 @@ class FormTrial:
             line = await asyncio.wait_for(worker.stdout.readline(), 4 * self._limits.form_seconds)
         if not line:
             self._end(worker)
-            return f"it takes more time or memory than this server allows ({self._limits.form_seconds} s)", 0
-        failure, num_bytes = json.loads(line)
-        return failure, num_bytes
+            return f"it takes more time or memory than this server allows ({self._limits.form_seconds} s)", 0, 0.0
+        failure, num_bytes, seconds = json.loads(line)
+        return failure, num_bytes, seconds
 
     def _end(self, worker: Process | None) -> None:
         if worker is not None:

@@ -1,7 +1,8 @@
 """A process that tries forms, so that one which overflows its stack, its memory or its time ends no server.
 
 It is run as a file and imports nothing of the package. It reads lines of JSON: first the tokenizer and the limits, then
-one grammar a line. It answers each with a line: what is wrong, or null, and the bytes that the compiled form took.
+one grammar a line. It answers each with a line: what is wrong, or null, the bytes that the compiled form took, and the
+seconds that a token of it takes.
 """
 
 import json
@@ -32,15 +33,16 @@ def limit_cpu(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, resource.RLIM_INFINITY))
 
 
-def walk(matcher: Any, num_tokens: int, mask_seconds: float) -> str | None:
-    """What goes wrong in the first tokens of a random answer; None: nothing."""
+def walk(matcher: Any, num_tokens: int, mask_seconds: float, took: list[float]) -> str | None:
+    """What goes wrong in the first tokens of a random answer; None: nothing. took: gets the seconds of each token."""
     bits, chance = allocate_token_bitmask(1, num_tokens), random.Random(0)
     for _ in range(WALK_TOKENS):
         began = time.thread_time()
         fill_next_token_bitmask(matcher, bits)
         if matcher.is_error():
             return str(matcher.get_error()).partition("<state>")[0]
-        if time.thread_time() - began > mask_seconds:
+        took.append(time.thread_time() - began)
+        if took[-1] > mask_seconds:
             return f"a token of it takes longer than {mask_seconds} s"
         if matcher.is_stopped():
             return None
@@ -53,12 +55,12 @@ def walk(matcher: Any, num_tokens: int, mask_seconds: float) -> str | None:
     return None
 
 
-def attempt(tokens: Any, grammar: str, mask_seconds: float) -> str | None:
-    """What is wrong with a grammar; None: nothing."""
+def attempt(tokens: Any, grammar: str, mask_seconds: float, took: list[float]) -> str | None:
+    """What is wrong with a grammar; None: nothing. took: see `walk`."""
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
     if matcher.is_error():
         return str(matcher.get_error()).partition("<state>")[0]
-    return walk(matcher, tokens.vocab_size, mask_seconds)
+    return walk(matcher, tokens.vocab_size, mask_seconds, took)
 
 
 def serve() -> None:
@@ -70,10 +72,12 @@ def serve() -> None:
     for line in sys.stdin:
         limit_cpu(limits["cpu_seconds"])
         before = resident_bytes()
-        failure = attempt(tokens, json.loads(line), limits["mask_seconds"])
+        took: list[float] = []
+        failure = attempt(tokens, json.loads(line), limits["mask_seconds"], took)
         grown = max(0, resident_bytes() - before)
         limit_cpu(1e9)
-        print(json.dumps([None if failure is None else " ".join(failure.split())[:300], grown]), flush=True)
+        reason = None if failure is None else " ".join(failure.split())[:300]
+        print(json.dumps([reason, grown, sum(took) / max(1, len(took))]), flush=True)
 
 
 if __name__ == "__main__":

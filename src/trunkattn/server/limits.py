@@ -22,17 +22,20 @@ class RequestLimits:
         label: characters of a model, user, salt or id (OpenAI: 512 for a value of metadata).
         stop: strings that end an answer (OpenAI: 4; evaluation tools send more). stop_characters: of each.
         logprobs: most likely tokens that are reported for a place (OpenAI: 20 in a chat, 5 in completions).
-        logprob_entries: log-probabilities of all places of a request's answers.
+        logprob_entries: log-probabilities of all places of a request's prompts and answers, and of all requests at a
+            time.
         temperature: the highest (OpenAI: 2).
         bias: the highest number in `logit_bias`, and below zero the lowest (OpenAI: 100). biases: their number.
         bad_words: texts that an answer never has. word: characters of each.
         stop_token_ids, allowed_token_ids: their numbers.
         top_k: the highest.
         template_seconds: time for the model's chat template.
-        form_seconds: processor time for compiling a form of answers. form_token_seconds: for a token of it.
+        form_seconds: processor time for compiling a form of answers. form_token_seconds: for a token of it, and on
+            average for a token of all answers at a time.
         form_bytes: address space of a process that tries forms.
         forms: see `FormLimits`.
         bodies: bytes of all bodies over 64 KiB that are being read or answered at a time.
+        live_pages: open live pages of a tenant.
         header_seconds: time for a connection to send the head of a request, from its start or its last answer.
         body_seconds: time for a body to arrive.
         write_seconds: time that a client may leave a full connection unread.
@@ -49,7 +52,7 @@ class RequestLimits:
     stop: int = 16
     stop_characters: int = 256
     logprobs: int = 20
-    logprob_entries: int = 4_000_000
+    logprob_entries: int = 2_000_000
     temperature: float = 2.0
     bias: float = 100.0
     biases: int = 1_024
@@ -64,6 +67,7 @@ class RequestLimits:
     form_bytes: int = 4 << 30
     forms: FormLimits = field(default_factory=FormLimits)
     bodies: int = 256 << 20
+    live_pages: int = 16
     header_seconds: float = 10.0
     body_seconds: float = 60.0
     write_seconds: float = 60.0

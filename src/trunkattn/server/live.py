@@ -18,13 +18,16 @@ from trunkattn.engine.llm import LLM
 from trunkattn.engine.request import Request
 from trunkattn.engine.stats import EngineStats
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.server.engine_loop import EngineLoop
+from trunkattn.server.engine_loop import EngineLoop, QueueFull
+from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
 
 _SHOWN_CHARACTERS: Final = 240  # of a node's text, at each end
 _MOST_NODES: Final = 400
 _MOST_REQUESTS: Final = 50  # in the list
 _KEPT_SECONDS: Final = 300
+_FRESH_SECONDS: Final = 0.5
+_RETRY_S: Final = 5
 _KEPT_SAMPLES: Final = 600  # of as many seconds, two in each
 
 
@@ -81,6 +84,9 @@ class Live:
         self._samples: deque[dict[str, float]] = deque(maxlen=_KEPT_SAMPLES)
         self._num_samples = 0
         self._closed = False
+        self._newest: dict[str | None, _Shot] = {}  # what each tenant's readers were shown last
+        self._shown_s = 0.0  # when
+        self._is_asked = False  # for a picture that has not been made yet
         self._token_bytes = llm.kv_cache.bytes_per_token
 
     @property
@@ -98,11 +104,16 @@ class Live:
 
         Args:
             tenant: whose requests are shown; None: all.
+
+        Raises:
+            QueueFull: the tenant has too many pages open.
         """
         assert self._loop is not None
+        if sum(reader.tenant == tenant for reader in self._readers.values()) >= LIMITS.live_pages:
+            raise QueueFull(f"{LIMITS.live_pages} live pages are open", _RETRY_S)
         queue: asyncio.Queue[_Shot | None] = asyncio.Queue(1)
         self._readers[queue] = _Reader(asyncio.get_running_loop(), tenant)
-        self._loop.call(self._show)  # the first picture comes at once
+        self._ask(queue, tenant)
         num_sent = 0
         try:
             while not self._closed and (shot := await queue.get()) is not None:
@@ -110,6 +121,15 @@ class Live:
                 num_sent = shot.num_samples
         finally:
             del self._readers[queue]
+
+    def _ask(self, queue: asyncio.Queue[_Shot | None], tenant: str | None) -> None:
+        """Gets a reader its first picture at once: the newest one, or one that is made for all who ask meanwhile."""
+        assert self._loop is not None
+        if tenant in self._newest and time.monotonic() - self._shown_s < _FRESH_SECONDS:
+            queue.put_nowait(self._newest[tenant])
+        elif not self._is_asked:
+            self._is_asked = True
+            self._loop.call(self._show)
 
     def close(self) -> None:
         """Ends every reader's events: nobody waits for a page that is open. On the event loop."""
@@ -126,6 +146,7 @@ class Live:
     def _show(self, engine: Engine) -> None:
         """Hands each reader what its tenant may see."""
         shots: dict[str | None, _Shot] = {}
+        self._is_asked = False
         for queue, reader in list(self._readers.items()):
             tenant = reader.tenant
             if tenant not in shots:
@@ -133,6 +154,7 @@ class Live:
                 shots[tenant] = _Shot(tuple(self._samples), self._num_samples, picture)
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 reader.loop.call_soon_threadsafe(_replace, queue, shots[tenant])
+        self._newest, self._shown_s = shots, time.monotonic()
 
     def _sample(self, engine: Engine) -> dict[str, float]:
         """What has been counted since the last sample, `seconds` before `time`."""

@@ -10,8 +10,6 @@ Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai/en/
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import compress, count, repeat
-from operator import is_not
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -34,6 +32,7 @@ from trunkattn.server.limits import LIMITS
 _CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
 _MOST_IGNORED: Final = 16  # names that are remembered for the log
 _LONGEST_NAME: Final = 64
+_SLICE: Final = 8_192  # items whose types are looked at by one call
 
 
 @dataclass
@@ -122,11 +121,20 @@ def _prompt(value: Any) -> Any:
     for items in lists:
         if not isinstance(items, list):
             raise _refuse("prompt", f"{shown(items)} stands among lists: expected lists of token ids alone")
-        wrong = map(is_not, map(type, items), repeat(kind))  # without Python's loop, which a million items feel
-        if (place := next(compress(count(), wrong), None)) is not None:
+        if (place := _first_other(items, kind)) is not None:
             expected = "texts alone, as the first item" if kind is str else "token ids"
             raise _refuse("prompt", f"item {place} is {shown(items[place])}: expected {expected}")
     return value
+
+
+def _first_other(items: list[Any], kind: type) -> int | None:
+    """The place of the first item that is of another type. It goes through a million in slices, because each of them
+    holds Python's lock."""
+    for start in range(0, len(items), _SLICE):
+        part = items[start : start + _SLICE]
+        if set(map(type, part)) != {kind}:
+            return next(place for place, item in enumerate(part, start) if type(item) is not kind)
+    return None
 
 
 Number = Annotated[float, PlainValidator(_number)]
@@ -213,7 +221,7 @@ class Sampling(Body):
     top_k: TopK | None = None
     min_p: Number | None = None
     seed: int | None = None
-    stop: str | Stops | None = None
+    stop: StopText | Stops | None = None
     stop_token_ids: StopIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from trunkattn.engine.config import check_text, shown
 from trunkattn.engine.engine import CheckedRequest
@@ -16,7 +17,7 @@ from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import ChatOptions, render_template
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
-from trunkattn.server.engine_loop import EngineLoop, Submission
+from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
 from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
@@ -26,11 +27,16 @@ from trunkattn.server.metrics import Metrics
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import Message, Reading, Sampling, Tool
 from trunkattn.server.report import request_line
+from trunkattn.server.streaming import Progress
 from trunkattn.server.template_clock import template_clock
+
+Result = TypeVar("Result")
 
 _LOG: Final = logging.getLogger(__name__)
 _SLICE: Final = 100_000  # characters of a text that are counted at a time
 _SEAM: Final = 64  # tokens that a cut may add
+_AT_ONCE: Final = 512  # places of an answer that are rendered in about a millisecond
+_PLACE_BYTES: Final = 64  # of JSON
 _OWN_FIELDS: Final = frozenset({"logit_bias", "logprobs", "stop", "structured_outputs"})  # made by hand below
 
 
@@ -69,11 +75,13 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def num_tokens_of(outputs: Sequence[RequestOutput]) -> int:
-    """Tokens that a response tells of, with those that log-probabilities name."""
-    usage = usage_of(outputs)
-    named = sum(len(entry) for output in outputs for answer in output.outputs for entry in (answer.logprobs or ())[:1])
-    return (usage.prompt_tokens + usage.completion_tokens) * (1 + named)
+def num_places(output: RequestOutput, told: Collection[Progress] = ()) -> int:
+    """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
+    its answers; the prompt is told first."""
+    tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in told)
+    named = max((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), default=0)
+    prompt = 0 if told else sum(1 + len(entry or ()) for entry in output.prompt_logprobs or ())
+    return prompt + tokens * (1 + named)
 
 
 @dataclass(frozen=True)
@@ -107,10 +115,11 @@ class Service:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
         self.lanes = Lanes("texts")
         self._compiling = Lanes("forms")
-        self._trial = FormTrial(llm.engine.structured_outputs, LIMITS)
+        self._trial = FormTrial(llm.engine.structured_outputs, self._compiling, LIMITS)
         vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
         self.special_ids = special_ids(llm.tokenizer)
         self.token_bytes = TokenBytes(llm.tokenizer)
+        self._held_logprobs, self._held_form_seconds = 0, 0.0  # of the requests that are being answered
         self._most_tokens = options.max_prompt_tokens or llm.engine.limits.max_model_len
         self._most_characters = self._most_tokens * max(map(len, vocabulary), default=1)
 
@@ -226,11 +235,11 @@ class Service:
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
             raise BadRequest(f"{name} has {len(token_ids)} tokens: expected at most {most}", name)
-        self._check_logprobs(params)
-        lanes = self.lanes
+        num_logprobs = self._num_logprobs(len(token_ids), params)
+        lanes, form_seconds = self.lanes, 0.0
         if params.structured_outputs is not None:
             with bad_request():
-                await self._trial.check(params.structured_outputs)
+                form_seconds = params.n * await self._trial.check(params.structured_outputs, caller.num_bytes)
             lanes = self._compiling
 
         def check() -> CheckedRequest:
@@ -238,7 +247,11 @@ class Service:
                 return self.loop.engine.check_request(token_ids, params, name)
 
         checked = await lanes.run(len(token_ids), check)
-        return Submission(checked, caller.salt, caller.tenant, caller.arrival_time)
+        return Submission(checked, caller.salt, caller.tenant, caller.arrival_time, num_logprobs, form_seconds)
+
+    async def render(self, num_places: int, work: Callable[[], Result]) -> Result:
+        """The result of some work on an answer, done at once if it is little. num_places: see the function."""
+        return work() if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
 
     async def finished(self, submissions: Sequence[Submission], name: str) -> list[RequestOutput]:
         """The finished answers, one output for each submission. name: the request's id."""
@@ -250,6 +263,12 @@ class Service:
     async def grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
         """Every output of every submission. To close the generator ends what has not finished. Then the log gets a line
         about the request. name: its id."""
+        with self._room(submissions):
+            async with aclosing(self._grow(submissions, name)) as outputs:
+                async for grown in outputs:
+                    yield grown
+
+    async def _grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
         arrived: asyncio.Queue[Grown | BaseException | None] = asyncio.Queue(1)  # readers set the pace
 
         async def forward(prompt: int, outputs: AsyncIterator[RequestOutput]) -> None:
@@ -314,18 +333,50 @@ class Service:
         if characters > self._most_characters:
             raise BadRequest(f"{name} has {characters} characters: expected at most {self._most_characters}", name)
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        """Refuses a request whose log-probabilities would fill the memory."""
-        if params.logprobs is None:
-            return
-        tokens = min(params.max_tokens or self._most_tokens, self.llm.engine.limits.max_model_len)
-        entries = params.n * tokens * (params.logprobs + 1)
-        if entries > LIMITS.logprob_entries:
-            raise BadRequest(
-                f"logprobs of {params.n} answers of {tokens} tokens are {entries}: expected at most "
-                f"{LIMITS.logprob_entries}; lower n, max_tokens or the number of logprobs",
-                "logprobs",
-            )
+    def _num_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Log-probabilities that a prompt and its answers may have. Raises BadRequest if they are too many."""
+        longest = self.llm.engine.limits.max_model_len
+        tokens = min(params.max_tokens or longest, longest)
+        own = 0 if params.logprobs is None else params.n * tokens * (params.logprobs + 1)
+        prompt = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
+        _check_room(own + prompt, 0.0)
+        return own + prompt
+
+    @contextmanager
+    def _room(self, submissions: Sequence[Submission]) -> Iterator[None]:
+        """Room for a request's log-probabilities, and for the time that its form takes of a step, beside those of other
+        requests. Raises BadRequest if it needs too much alone, and QueueFull if others leave too little."""
+        num_logprobs = sum(submission.num_logprobs for submission in submissions)
+        form_seconds = sum(submission.form_seconds for submission in submissions)
+        _check_room(num_logprobs, form_seconds)
+        if self._held_logprobs + num_logprobs > LIMITS.logprob_entries:
+            raise QueueFull(f"{self._held_logprobs} log-probabilities are asked for", self.loop.retry_after_s)
+        if form_seconds and self._held_form_seconds + form_seconds > LIMITS.form_token_seconds:
+            full = f"the forms of answers take {self._held_form_seconds:.3f} s of each step"
+            raise QueueFull(full, self.loop.retry_after_s)
+        self._held_logprobs += num_logprobs
+        self._held_form_seconds += form_seconds
+        try:
+            yield
+        finally:
+            self._held_logprobs -= num_logprobs
+            self._held_form_seconds -= form_seconds
+
+
+def _check_room(num_logprobs: int, form_seconds: float) -> None:
+    """Raises BadRequest if a request needs more than all requests together may."""
+    if num_logprobs > LIMITS.logprob_entries:
+        raise BadRequest(
+            f"logprobs of all places are {num_logprobs}: expected at most {LIMITS.logprob_entries}; lower n, "
+            f"max_tokens, the prompts or the number of logprobs",
+            "logprobs",
+        )
+    if form_seconds > LIMITS.form_token_seconds:
+        raise BadRequest(
+            f"structured_outputs: a token of all answers takes {form_seconds:.3f} s: expected at most "
+            f"{LIMITS.form_token_seconds} s; ask for fewer answers or a simpler form",
+            "structured_outputs",
+        )
 
 
 def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from trunkattn.engine.outputs import CompletionOutput
 from trunkattn.server.errors import failure
 
+_JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
 LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
 
 
@@ -50,12 +51,22 @@ class Progress:
         return new, first_token, at
 
 
+def write_json(value: Any, levels: int = _JSON_LEVELS) -> str:
+    """JSON of a response. Its upper levels are written item by item: one call for all of it would hold Python's lock
+    for as long as a long list takes."""
+    if levels and isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(name)}:{write_json(one, levels - 1)}" for name, one in value.items()) + "}"
+    if levels and isinstance(value, list):
+        return "[" + ",".join(write_json(one, levels - 1) for one in value) + "]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 class StreamWriter:
     """Events of one stream."""
 
     def event(self, value: dict[str, Any]) -> str:
         """An event of JSON."""
-        return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        return f"data: {write_json(value)}\n\n"
 
     def done(self) -> str:
         """The event that ends OpenAI's streams."""
@@ -64,8 +75,9 @@ class StreamWriter:
 
 async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
     """A response that streams events. An error before the first event is a response of its own, with its status; a
-    later one is the last event. When the client goes away, the generator is closed."""
-    first = await anext(events)
+    later one is the last event. When the client goes away, the generator is closed. Without events the response is
+    empty."""
+    first = await anext(events, "")
 
     async def body() -> AsyncGenerator[str, None]:
         try:

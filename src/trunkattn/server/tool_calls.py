@@ -17,7 +17,7 @@ from typing import Any, Final
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _BETWEEN_CALLS: Final = re.compile(r"[ \t\r\n,;]*")
-_NAMED_CALL: Final = re.compile(r"[ \t\r\n]*([\w.-]+)[ \t\r\n]*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?(?=[ \t\r\n]*\{)")
+_NAMED_CALL: Final = re.compile(r"([\w.-]+)[ \t\r\n]*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?")
 
 
 def _no_json(text: str) -> Any:
@@ -121,10 +121,10 @@ def read_calls(text: str, at: int = 0) -> tuple[tuple[Call, ...], int]:
 
 def read_named_calls(text: str, at: int) -> tuple[tuple[Call, ...], int]:
     """The calls that `read_calls` finds, or one that is a name and its arguments."""
-    named = _NAMED_CALL.match(text, at)
-    if named is None:
+    named = _NAMED_CALL.match(text, _skip(_SPACE, text, at))
+    begin = at if named is None else _skip(_SPACE, text, named.end())
+    if named is None or text[begin : begin + 1] != "{":
         return read_calls(text, at)
-    begin = _skip(_SPACE, text, named.end())
     try:
         _, end = _read_members(text, begin)
     except (ValueError, RecursionError):
