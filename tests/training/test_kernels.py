@@ -53,6 +53,12 @@ def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
         case.assert_padding_is_zero(results)
 
 
+def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
+    """Else places plus or minus the window would not fit 32 bits on a card."""
+    windows = [None, 7, 103, 2**31 - 1]
+    assert [Sequences(False, 1.0, sliding_window=each).window_within(103) for each in windows] == [0, 7, 103, 103]
+
+
 @pytest.mark.parametrize("number", range(len(TREES)))
 def test_trees(number: int) -> None:
     TREES[number].assert_accurate(run(TREES[number], (WIDE, TALL, SQUARE)[number % 3], bool(number % 2)))

@@ -223,6 +223,8 @@ FEATURES = (
     TrainingCase(((33, 70),), False, False, (2, 2), 32, sliding_window=20),
     TrainingCase(((70, 33),), False, False, (1, 1), 16, sliding_window=5),
     TrainingCase(((64, 64),), False, True, (1, 1), 16, sliding_window=40),
+    TrainingCase(((70, 33),), False, False, (1, 1), 16, sliding_window=2**31 - 1),
+    TrainingCase(((70, 33),), False, True, (1, 1), 16, sliding_window=2**31 - 1),
     TrainingCase(((17, 17), (0, 9), (33, 40), (5, 0), (30, 12)), True, True, (4, 2), 16, sliding_window=10, padding=3),
     TrainingCase(((40, 40),), False, True, (2, 1), 16, soft_cap=2.0, sm_scale=1.0),
     TrainingCase(((20, 50),), False, False, (2, 1), 16, F16, soft_cap=30.0),

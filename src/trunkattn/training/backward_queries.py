@@ -13,6 +13,7 @@ from trunkattn.training.common import (
     Scales,
     Strides,
     arguments,
+    depths_of,
     find_queries,
     load_tile,
     logits_of,
@@ -139,10 +140,10 @@ def queries_kernel(
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     if VARIANT.tree:
         ranges, segment = own_segment(batch, first, length, TILE)
-        top = ranges.begin
+        top, depths = ranges.begin, depths_of(rows, m, length, VARIANT)
         for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
             dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
-            ranges, segment = path_keys(batch, segment, top, first, rows, length, TILE, VARIANT)
+            ranges, segment = path_keys(batch, segment, top, first, depths, length, TILE, VARIANT)
             top = tl.minimum(top, ranges.begin)
     else:
         ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)

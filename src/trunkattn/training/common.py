@@ -28,7 +28,7 @@ class Strides(NamedTuple):
 
 class Batch(NamedTuple):
     """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed; the tables of a tree (see
-    `TreeTables`) are None without one. window: of `sliding_window`. seqlen_q, seqlen_k: tokens of the tensors.
+    `TreeTables`) are None without one. window: of `sliding_window`, or 0. seqlen_q, seqlen_k: tokens of the tensors.
     num_blocks: of each head; a CTA computes one."""
 
     cu_seqlens_q: Any
@@ -112,6 +112,13 @@ class Rows(NamedTuple):
 
     position: Any
     depth: Any
+
+
+class Depths(NamedTuple):
+    """The least and the largest depth of a block of queries in a tree; known with a window only."""
+
+    least: Any
+    largest: Any
 
 
 class Ranges(NamedTuple):
@@ -213,6 +220,15 @@ def row_places(batch, m, length, len_k, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def depths_of(rows, m, length, VARIANT: tl.constexpr):
+    """`Depths` of queries m of a tree of `length` tokens."""
+    if VARIANT.window:
+        return Depths(tl.min(tl.where(m < length, rows.depth, 2147483647)), tl.max(rows.depth))
+    else:
+        return Depths(0, 0)
+
+
+@triton.jit
 def visible_keys(batch, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.constexpr):
     """`Ranges` of the keys that a block of queries from `first` on sees, without a tree."""
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -257,8 +273,9 @@ def own_segment(batch, first, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def path_keys(batch, segment, top, first, rows, length, TILE: tl.constexpr, VARIANT: tl.constexpr):
+def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VARIANT: tl.constexpr):
     """`Ranges` of the keys of one segment above a block of queries, and the segment above it; of none again the last.
+    depths: of the block, as `depths_of` has them.
 
     Keys from `top` on are done. All that the block sees besides itself are ancestors of its first query, since they
     come before it in pre-order and their subtrees end behind it.
@@ -270,11 +287,9 @@ def path_keys(batch, segment, top, first, rows, length, TILE: tl.constexpr, VARI
     parent = tl.load(batch.segments + 4 * segment + 2)
     low, full_low = start, start
     if VARIANT.window:
-        m = first + tl.arange(0, TILE.block_m)
         at_depth_0 = start - tl.load(batch.depths + start)  # the number of a key of depth 0, were it in this segment
-        lowest = tl.min(tl.where(m < length, rows.depth, 2147483647))
-        low = tl.maximum(start, at_depth_0 + lowest + 1 - batch.window)
-        full_low = tl.maximum(start, at_depth_0 + tl.max(rows.depth) + 1 - batch.window)
+        low = tl.maximum(start, at_depth_0 + depths.least + 1 - batch.window)
+        full_low = tl.maximum(start, at_depth_0 + depths.largest + 1 - batch.window)
     begin = low // BLOCK_N * BLOCK_N
     end = tl.where(end > low, end, begin)
     full_begin, full_end = tl.cdiv(full_low, BLOCK_N) * BLOCK_N, end // BLOCK_N * BLOCK_N
@@ -324,7 +339,7 @@ def arguments(
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
     tables = (None,) * len(TreeTables._fields) if sequences.tree is None else sequences.tree
     sums = sequences.cu_seqlens_q, sequences.cu_seqlens_k
-    window = sequences.sliding_window or 0
+    window = sequences.window_within(seqlen_q + seqlen_k)
     fields: tuple[Any, ...] = (*sums, *tables, window, num_sequences, seqlen_q, seqlen_k, q.shape[2], num_blocks)
     return Arguments(
         Batch(*fields),
@@ -332,12 +347,10 @@ def arguments(
         Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         attention_shape(q.shape[2] // k.shape[2], (q.shape[3], v.shape[3]), q.dtype),
         Variant(
-            causal=sequences.causal,
-            packed=packed,
-            tree=sequences.tree is not None,
-            window=sequences.sliding_window is not None,
-            soft_cap=sequences.soft_cap is not None,
-            sinks=sequences.sinks is not None,
+            sequences.causal,
+            packed,
+            sequences.tree is not None,
+            *sequences.has_options,
             even_q=not packed and seqlen_q % tile.block_m == 0,
             even_k=not packed and seqlen_k % tile.block_n == 0,
         ),

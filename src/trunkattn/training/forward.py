@@ -28,6 +28,7 @@ from trunkattn.training.common import (
     Scales,
     Strides,
     arguments,
+    depths_of,
     find_queries,
     load_tile,
     masked_block,
@@ -143,10 +144,10 @@ def forward_kernel(
         state = Softmax(state.acc, row_max, row_sum)
     if VARIANT.tree:
         ranges, segment = own_segment(batch, first, length, TILE)
-        top = ranges.begin
+        top, depths = ranges.begin, depths_of(rows, m, length, VARIANT)
         for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
             state = _attend_ranges(state, q_tile, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
-            ranges, segment = path_keys(batch, segment, top, first, rows, length, TILE, VARIANT)
+            ranges, segment = path_keys(batch, segment, top, first, depths, length, TILE, VARIANT)
             top = tl.minimum(top, ranges.begin)
     else:
         ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)

@@ -1,9 +1,11 @@
 """What is attended to in training, for every kernel. Triton is not imported here."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
 
 
 def aligned_tokens(tokens: int) -> int:
@@ -65,8 +67,17 @@ class Sequences:
     @property
     def options(self) -> tuple[str, ...]:
         """The arguments of `flash_attention` that are given and not every kernel has."""
-        given = {"sliding_window": self.sliding_window, "logits_soft_cap": self.soft_cap, "sinks": self.sinks}
-        return tuple(name for name, value in given.items() if value is not None)
+        return tuple(name for name, given in zip(OPTIONS, self.has_options, strict=True) if given)
+
+    @property
+    def has_options(self) -> tuple[bool, bool, bool]:
+        """Which of `OPTIONS` are given."""
+        return self.sliding_window is not None, self.soft_cap is not None, self.sinks is not None
+
+    def window_within(self, tokens: int) -> int:
+        """The window in a sequence of so many queries and keys together, where a larger one than that hides nothing
+        and would not fit the kernels' sums of 32 bits; 0 for none."""
+        return min(self.sliding_window or 0, tokens)
 
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
         """The blocks of each sequence of a batch, or of all packed ones, for one head."""
