@@ -4,9 +4,10 @@
     python -m benchmarks.host.analysis_predictions --fit            # prints the constants of `gpu/cards.py`
 
 Batches are those of `engines/tpot.py`, priced as they are when a request has 72 tokens of its answer. Arrivals are
-those of `engines/serving.py`, replayed through the analysis with the engine's bounds; --trace as there. The constants
-of a card are fitted to its batches of Llama-3-8B on one card alone: all other models, caches and numbers of cards, and
-all arrivals, are predictions.
+those of `engines/serving.py`, replayed through the analysis with the engine's bounds and its way to compute prompts;
+--trace as there. `terms_ms` says what a predicted time is made of; that of arrivals is a step without prompts, with the
+mean number of decodes. The constants of a card are fitted to its batches of Llama-3-8B on one card alone: all other
+models, caches and numbers of cards, and all arrivals, are predictions.
 """
 
 import argparse
@@ -58,6 +59,8 @@ BATCHES = MappingProxyType(
     }
 )
 SERVING = ("vllm-serving-h100", "sglang-serving-h100", "vllm-serving-h200", "sglang-serving-h200")
+# SGLang computes prompts in steps of their own, while decodes wait.
+POLICIES = MappingProxyType({"vllm": "chunked_prefill", "sglang": "prefill_first"})
 FITTED_TO = ("vllm-tpot", "sglang-tpot")
 FITTED = ("flops_per_us", "layer_us", "sequence_us", "flash_us", "flash_bytes_per_us", "flash_keys_per_us")
 ROUNDS = 40
@@ -89,6 +92,18 @@ class Case:
         attention = prices.attention(self.batch)
         other = prices.other_us(self.workload.requests, self.workload.requests)
         return (attention.alone_us + other) / 1e3, (attention.shared_us + other) / 1e3
+
+    def terms(self, prices: Prices) -> dict[str, Any]:
+        """The parts of the prediction in ms; of attention, one by one and shared."""
+        return terms(prices, self.workload.requests, prices.attention(self.batch))
+
+
+def terms(prices: Prices, num_decodes: float, attention: Sequence[float]) -> dict[str, Any]:
+    """The parts of a decode step in ms. attention: in µs, one by one and shared."""
+    other = prices.other(round(num_decodes), round(num_decodes))
+    parts = {"weights": other.weights, "layers": other.layers, "sampling": other.sampling}
+    found: dict[str, Any] = {name: round(part / 1e3, 3) for name, part in parts.items()}
+    return found | {"attention": [round(part / 1e3, 3) for part in attention]}
 
 
 def shape_named(name: str) -> ModelShape:
@@ -135,7 +150,8 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
         measured = json.loads((RESULTS / f"{result}.json").read_text())
         stock, ours = (next(name for name in names if name in measured["runs"]) for names in (STOCK, OURS))
         prices = Prices(model_shape(LLAMA), card_named("H100" if "h100" in result else "H200"), PAGE)
-        size = EngineSize(prices.num_pages, PAGE, max_num_seqs=256, max_num_batched_tokens=2048)
+        policy = POLICIES[result.partition("-")[0]]
+        size = EngineSize(prices.num_pages, PAGE, 256, max_num_batched_tokens=2048, scheduler_policy=policy)
         for name in measured["runs"][stock]:
             workload, rate = name.removesuffix("/s").split()
             scale = float(rate) / arrivals.RATES[workload][0]
@@ -152,9 +168,22 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
             row |= figures([one["tpot"]["median"] for one in runs], [float(median(pace)) for pace in paces])
             waits = [round(each[clock].ttft_ms(clock), 2) for clock in (ALONE, SHARED)]
             row |= {"measured_ttft_ms": [one["ttft"]["mean"] for one in runs], "predicted_ttft_ms": waits}
+            sums = [each[clock].sums for clock in (ALONE, SHARED)]
+            decoding = [one.decoding / one.decode_steps for one in sums]
+            attention = [sums[ALONE].attention_us, sums[SHARED].shared_attention_us]
+            per_step = [us / one.decode_steps for us, one in zip(attention, sums, strict=True)]
+            row["terms_ms"] = terms(prices, decoding[SHARED], per_step)
+            row |= {"measured_decodes": decodes_a_step(runs[1]), "predicted_decodes": round(decoding[SHARED], 1)}
             rows.append(row)
             print(result, name, row)
     return rows
+
+
+def decodes_a_step(run: Mapping[str, Any]) -> float:
+    """Tokens that a measured step with decodes gave on average, but for the first of each answer, which its prompt
+    gives."""
+    counted = [run["counters"].get(f"trunkattn_steps_total {kind}", 0.0) for kind in ("decode", "mixed", "full_graph")]
+    return round((run["output_tokens"] - run["requests"]) / sum(counted), 1)
 
 
 def figures(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:
@@ -226,7 +255,8 @@ def main() -> None:
     rows = []
     for case in found:
         row = {"result": case.result, "workload": str(case.workload), "card": case.prices.card.model.name}
-        rows.append(row | {"model": case.prices.shape.name} | figures(case.measured, case.predicted(case.prices)))
+        row |= {"model": case.prices.shape.name} | figures(case.measured, case.predicted(case.prices))
+        rows.append(row | {"terms_ms": case.terms(case.prices)})
     served = serving_rows(arguments.trace)
     result = {"batches": rows, "serving": served, "summary": summary(rows), "serving_summary": summary(served)}
     print(result["summary"], result["serving_summary"])

@@ -4,7 +4,7 @@
 
 Each workload is replayed through the analysis on engines of Llama-3-8B, each with an H100 of its own, under each way to
 route. --trace: Mooncake's conversation trace. Its first requests come as logged; other workloads are those of
-`workloads/arrivals.py`.
+`workloads/arrivals.py`. `ceiling` is the hit rate of one cache without an end for all engines.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.host.analysis_predictions import logged
 from benchmarks.lib.report import write_result
 from benchmarks.workloads import arrivals
+from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.model_shape import model_shape
@@ -29,8 +30,8 @@ from trunkattn.gpu.cards import card_named
 
 REPLICAS = 4
 MODEL, CARD = "llama-3-8b", "NVIDIA H100"
-TRACE_REQUESTS = 300
-SECONDS = 15.0
+TRACE_REQUESTS = 3000
+SECONDS = 120.0
 
 
 def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
@@ -38,6 +39,7 @@ def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
     return {
         "Mooncake's conversations": read_log(trace).requests[:TRACE_REQUESTS],
         "conversation 12/s": logged(arrivals.conversation(12.0, SECONDS, ())),
+        "toolagent 10/s": logged(arrivals.toolagent(10.0, SECONDS)),
         "documents 24/s": logged(arrivals.documents(24.0, SECONDS)),
     }
 
@@ -50,6 +52,7 @@ def main() -> None:
     rows = []
     for name, requests in workloads(parser.parse_args().trace).items():
         workload = Workload.of(requests, size, 256)
+        ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
         fleets = [Fleet(REPLICAS, route) for route in ROUTES]
         parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
         tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
@@ -57,7 +60,7 @@ def main() -> None:
         for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
             row = {key: round(value, 4) if isinstance(value, float) else value
                    for key, value in asdict(fleet_replay(fleet, shared, alone)).items()}  # fmt: skip
-            rows.append({"workload": name, "requests": len(workload.jobs), **row})
+            rows.append({"workload": name, "requests": len(workload.jobs), "ceiling": ceiling, **row})
             print(rows[-1])
     print(write_result("fleet", {"card": CARD, "model": MODEL, "replicas": REPLICAS, "rows": rows}))
 

@@ -10,30 +10,53 @@ WHY = {
     "gpt-oss": "its small layers take less besides their weights than the larger ones of the fit",
     "gemma-3": "FlashAttention with heads of 256 is slower than its rates with heads of 128 say",
     "tp2": "two cards wait for each other, which differs from run to run",
-    "documents 6/s": "the first run of its process was measured slower than twice the rate after it, shared or not, "
-    "which no load explains",
-    "sglang-serving": "SGLang computes prompt chunks in steps of their own, in which decodes wait",
+    "vllm-serving-h200 documents 6/s": "the host: first tokens came half as late again as on an H100, which computes "
+    "prompts as fast, and steps took longer than at 12/s, which have more decodes; other engines used the host meanwhile",
+    "sglang-serving": "short prompts in steps of their own take what the host takes: first tokens are later, too",
     "conversation": "steps with many small prompt chunks take engines longer than their arithmetic",
 }
 
 
+def _is_off(row: dict) -> bool:
+    return max(abs(p / m - 1) for p, m in zip(row["predicted_ms"], row["measured_ms"], strict=True)) >= OFF
+
+
 def _why(row: dict) -> str:
-    """Why a row is likely to be off. No profile was taken."""
-    off = max(abs(p / m - 1) for p, m in zip(row["predicted_ms"], row["measured_ms"], strict=True))
-    if off < OFF:
-        return ""
+    """Why a row is likely to be off."""
     of = f"{row['result']} {row['workload']}"
-    return next((why for part, why in WHY.items() if part in of), "not known")
+    return next((why for part, why in WHY.items() if part in of), "not known") if _is_off(row) else ""
+
+
+def _name(row: dict) -> str:
+    return f"{row['result'].replace('-tpot', '').replace('-serving', '')}: {row['workload']}"
+
+
+def _terms() -> list[list[object]]:
+    """What the predictions that are off are made of."""
+    rows: list[list[object]] = []
+    for row in [*load(RESULT)["batches"], *load(RESULT)["serving"]]:
+        if not _is_off(row):
+            continue
+        terms, decodes = row["terms_ms"], ""
+        steady = terms["weights"] + terms["layers"] + terms["sampling"]
+        pairs = zip(row["predicted_ms"], terms["attention"], strict=True)
+        prompts = [max(0.0, predicted - steady - attention) for predicted, attention in pairs]
+        if "measured_decodes" in row:
+            decodes = f"{row['predicted_decodes']:.1f}, {row['measured_decodes']:.1f}"
+        cells = [f"{terms[name]:.1f}" for name in ("weights", "layers", "sampling")]
+        both = [", ".join(f"{value:.1f}" for value in values) for values in (terms["attention"], prompts)]
+        measured = ", ".join(f"{value:.1f}" for value in row["measured_ms"])
+        rows.append([_name(row), *cells, *both, measured, decodes])
+    return rows
 
 
 def _rows(part: str) -> list[list[object]]:
     """Each batch or workload: measured and predicted times, ratios, and why it is likely to be off."""
-    rows = []
+    rows: list[list[object]] = []
     for row in load(RESULT)[part]:
         (alone, shared), (predicted, predicted_shared) = row["measured_ms"], row["predicted_ms"]
-        name = f"{row['result'].replace('-tpot', '').replace('-serving', '')}: {row['workload']}"
-        cells: list[object] = [name, f"{alone:.1f}", f"{predicted:.1f}", f"{shared:.1f}", f"{predicted_shared:.1f}"]
-        rows.append([*cells, f"{row['measured_ratio']:.2f}×", f"{row['predicted_ratio']:.2f}×", _why(row)])
+        cells = [f"{time:.1f}" for time in (alone, predicted, shared, predicted_shared)]
+        rows.append([_name(row), *cells, f"{row['measured_ratio']:.2f}×", f"{row['predicted_ratio']:.2f}×", _why(row)])
     return rows
 
 
@@ -41,6 +64,8 @@ def predictions() -> Section:
     result = load(RESULT)
     batches, serving = result["summary"], result["serving_summary"]
     head = ["batch", "one by one", "predicted", "shared", "predicted", "ratio", "predicted", "likely why it is off"]
+    parts = ["batch", "weights", "layers", "sampling", "attention", "prompts", "measured",
+             "decodes a step, predicted, measured"]  # fmt: skip
     text = f"""## Predictions of `trunkattn analyze`
 
 Times per token that the [analysis](../guide/analyze.md) predicts without a GPU, beside those of vLLM and SGLang on the
@@ -58,8 +83,14 @@ arrivals on an H200; other models, an 8-bit cache, two cards and all other arriv
 
 {folded("Every run of arrivals, ms, medians", table(head, _rows("serving")))}
 
-Not in the predictions: the time of the host where it bounds a step, other programs on the card, and prompts that stall
-decodes for a whole step, as SGLang's do. They make an engine slower in both ways.
+{folded(f"What the predictions are made of that are off by {percent(OFF)} or more, ms", table(parts, _terms()))}
+
+Where two times stand together, they are one by one and shared. A run's prompts are what its median has over a step of
+decodes alone, with as many decodes as a step of the replay has on average.
+
+Arrivals at SGLang are replayed with `--scheduler-policy prefill_first`, because it computes prompts in steps of their
+own. Not in the predictions: the time of the host where it bounds a step, and other programs on the card. They make an
+engine slower in both ways.
 
 {sources(COMMAND, RESULT)}
 """

@@ -7,6 +7,7 @@ import numpy as np
 
 from trunkattn.analysis.records import (
     Analysis,
+    Ceiling,
     FleetReplay,
     Log,
     LoggedRequest,
@@ -17,6 +18,7 @@ from trunkattn.analysis.records import (
     Spoiler,
     TrieNode,
 )
+from trunkattn.analysis.texts import Texts
 
 HOSTILE = '<script>document.title = "taken"</script><img src="http://example.com/x.png">'
 SECRET = "the patient is called Ada"  # what the texts of the log say
@@ -95,7 +97,7 @@ def log(num_requests: int = 40) -> Log:
         skipped=[SkippedLine(7, f"expected a list named messages, not {HOSTILE}"), SkippedLine(9, "not JSON")],
         tokens_from="an estimate of 4 bytes per token",
         assumptions=["A token is 4 bytes of text."],
-        texts=[f"{SECRET}, and number {line} {HOSTILE}" for line in range(1, num_requests + 1)],
+        texts=Texts(f"{SECRET}, and number {line} {HOSTILE}" for line in range(1, num_requests + 1)),
     )
 
 
@@ -131,6 +133,7 @@ def busy_analysis() -> Analysis:
         spoilers=spoilers,
         assumptions=["The engine keeps prefixes in its cache.", "Weights are read once per step."],
         verdict="At 58 requests at a time sharing gains 17 %.",
+        ceiling=Ceiling(0.41, 0.455),
         fleet=fleet,
     )
 
@@ -139,4 +142,5 @@ def quiet_analysis() -> Analysis:
     """An analysis of a log in which nothing is shared and all lines were taken."""
     replay = replace(busy_replay("3 at a time", 3, 0.01), hit_rate=0.0, snapshots=[])
     clean = replace(log(3), source="quiet.jsonl", num_lines=3, num_skipped=0, skipped=[], texts=None, assumptions=[])
-    return Analysis(clean, "NVIDIA H200", "qwen3-8b", 147_456, [replay], [], [], "At 3 requests at a time, 1 % gained.")
+    verdict = "At 3 requests at a time, 1 % gained."
+    return Analysis(clean, "NVIDIA H200", "qwen3-8b", 147_456, [replay], [], [], verdict, Ceiling(0.0, 0.0))

@@ -56,7 +56,7 @@ def test_a_bad_line_is_left_out_and_named(tmp_path: Path, line: object, reason: 
     assert (len(log.requests), log.num_lines, log.num_skipped) == (3, 4, 1)
     assert log.skipped[0].line == 4
     assert log.skipped[0].reason.startswith(reason)
-    with pytest.raises(ValueError, match=r"^trace\.jsonl, line 4: ") as caught:
+    with pytest.raises(ValueError, match=r"^trace\.jsonl, line 4: .*; strict ends .* after 3 lines without") as caught:
         read_log(path, strict=True)
     assert reason in str(caught.value)
 
@@ -97,6 +97,12 @@ def test_times_that_run_backwards_are_sorted_and_counted(tmp_path: Path) -> None
     assert [request.arrival for request in log.requests] == [0, 1, 4, 5, 5]
     assert [request.line for request in log.requests] == [2, 4, 1, 3, 5]
     assert log.num_out_of_order == 2
+    assert log.assumptions == [
+        "2 requests stand behind later ones, the first in line 2; all are replayed in the order of their times.",
+        "The log's hashes are of all that precedes a block, so they tell no field that spoils sharing.",
+    ]
+    with pytest.raises(ValueError, match=r"^trace\.jsonl, line 2: its time is 4 s before .*; expected times that"):
+        read_log(tmp_path / "trace.jsonl", strict=True)
 
 
 def test_a_partial_last_block_may_be_left_out_and_is_shared_with_nobody(tmp_path: Path) -> None:

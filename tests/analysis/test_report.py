@@ -12,6 +12,7 @@ from trunkattn.analysis import charts, figures
 from trunkattn.analysis.html import to_html
 from trunkattn.analysis.records import Analysis, Snapshot, TrieNode
 from trunkattn.analysis.report import JSON_VERSION, print_analysis, to_dict
+from trunkattn.analysis.texts import Texts
 
 from .analyses import HOSTILE, SECRET, busy_analysis, quiet_analysis, snapshot
 
@@ -36,7 +37,7 @@ def test_the_terminal_shows_what_was_found() -> None:
 
 def test_that_nothing_was_found_is_said() -> None:
     blind = quiet_analysis()
-    seeing = replace(blind, log=replace(blind.log, texts=["a", "b", "c"]))
+    seeing = replace(blind, log=replace(blind.log, texts=Texts(["a", "b", "c"])))
     for analysis, sentence in (
         (blind, "The log has no text, so nothing is known of what keeps prompts from sharing more."),
         (seeing, "Nothing was found that keeps prompts from sharing more."),

@@ -17,7 +17,8 @@ from trunkattn.analysis.alignment import fields_of, spans_in
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import Log, LoggedRequest
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
-from trunkattn.analysis.tokens import ByteEstimate, Texts
+from trunkattn.analysis.texts import Texts
+from trunkattn.analysis.tokens import ByteEstimate
 
 from ..attention.cases import fraction
 

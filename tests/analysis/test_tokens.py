@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trunkattn.analysis.formats.base import Chat, Entry
 from trunkattn.analysis.reading import read_log
-from trunkattn.analysis.tokens import ByteEstimate, Texts, chained, measured_estimate, read_tokenizer
+from trunkattn.analysis.tokens import ByteEstimate, chained, measured_estimate, read_tokenizer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
@@ -141,13 +141,3 @@ def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"^tokenizer='.*': transformers cannot read its tokenizer"):
         read_tokenizer(tmp_path)
-
-
-def test_texts_are_kept_and_replaced() -> None:
-    texts = Texts(["a", "bé", "", "d" * 1000])
-    assert list(texts) == ["a", "bé", "", "d" * 1000]
-    assert list(texts.taken([3, 0])) == ["d" * 1000, "a"]
-    assert list(texts[1:3]) == ["bé", ""]
-    assert list(texts.replaced({0: "new"})) == ["new", "bé", "", "d" * 1000]
-    assert texts[0] == "a"
-    assert texts[-1] == "d" * 1000

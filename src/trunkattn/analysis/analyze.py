@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.model_shape import model_shape
@@ -77,6 +78,7 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
             *overload(replays[0]),
         ],
         verdict=verdict(replays),
+        ceiling=ceiling_of(log.requests),
         fleet=fleet,
     )
 

@@ -67,13 +67,14 @@ def _no_prompt(node: TrieNode) -> str:
 
 def _prompts(log: Log) -> Callable[[TrieNode], str]:
     """The text of a node: the part of its request's prompt that begins as far behind as its tokens do."""
-    assert log.texts is not None
-    found = {request.line: (request, text) for request, text in zip(log.requests, log.texts, strict=True)}
+    texts = log.texts
+    assert texts is not None
+    places = {request.line: place for place, request in enumerate(log.requests)}
 
     def prompt_of(node: TrieNode) -> str:
-        if node.line not in found:
+        if node.line not in places:
             return ""
-        request, text = found[node.line]
+        request, text = log.requests[places[node.line]], texts[places[node.line]]
         start = len(text) * node.start // max(1, request.num_prompt_tokens)
         return " ".join(text[start : start + _TEXT_CHARACTERS].split())
 

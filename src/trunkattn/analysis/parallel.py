@@ -5,7 +5,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+# After which garbage is looked for. A cache has an object for each of its pages: to look at them often takes as long as
+# the replay.
+_NEW_OBJECTS: Final = 100_000
 
 Result = TypeVar("Result")
 Task = Callable[[Callable[[float], None]], Result]
@@ -80,6 +84,7 @@ def _start(number: int, task: Task[Any]) -> tuple[Connection, tuple[int, Any]]:
 
 def _work(task: Task[Any], sender: Connection) -> None:
     gc.freeze()  # what the process was given needs no second look, which would also copy its memory
+    gc.set_threshold(_NEW_OBJECTS)
     try:
         sender.send(("result", task(lambda share: sender.send(("share", share)))))
     except Exception as error:  # whatever it is, the caller raises it

@@ -31,13 +31,11 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
         blocks: chained block numbers of each prompt.
         least: the number of prompts.
     """
-    keys = [some.tobytes() for some in blocks]
-    order = sorted(range(len(blocks)), key=keys.__getitem__)
-    del keys
+    order = in_prefix_order(blocks)
     found = []
     stack: list[tuple[int, int, list[int]]] = []  # shared blocks, first prompt, and where a new child begins
     for place in range(1, len(order) + 1):
-        shared = _shared(blocks[order[place - 1]], blocks[order[place]]) if place < len(order) else -1
+        shared = num_shared(blocks[order[place - 1]], blocks[order[place]]) if place < len(order) else -1
         start = place - 1
         while stack and stack[-1][0] > shared:
             depth, start, splits = stack.pop()
@@ -51,7 +49,13 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
     return sorted(found, key=lambda parting: parting.depth)
 
 
-def _shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def in_prefix_order(blocks: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Positions of prompts in an order in which those with equal beginnings stand beside each other."""
+    keys = [some.tobytes() for some in blocks]
+    return sorted(range(len(blocks)), key=keys.__getitem__)
+
+
+def num_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     """Leading blocks that two prompts have in common."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]

@@ -60,6 +60,22 @@ class AttentionTimes(NamedTuple):
     shared_us: float
 
 
+class OtherTimes(NamedTuple):
+    """Predicted µs of a step besides attention.
+
+    Attributes:
+        weights: matrix products with weights, of decodes and prompt chunks.
+        sampling: of the next tokens.
+        layers: norms, rotations and what else each layer has, and what cards tell each other.
+        prompts: what a step takes besides because it has prompt chunks.
+    """
+
+    weights: float
+    sampling: float
+    layers: float
+    prompts: float
+
+
 @dataclass(frozen=True)
 class Prices:
     """A model on a card, or on several that share each layer. Raises ValueError if no kernel computes its attention.
@@ -201,8 +217,12 @@ class Prices:
         return self.times.flash_us + read_us + tokens * numbers * 2 / self.times.flash_keys_per_us
 
     def other_us(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> float:
-        """A step without attention. num_sequences: that are sampled, of which so many decode; num_prompt_tokens: of the
-        prompt chunks that it computes."""
+        """A step without attention: the sum of `other`, whose arguments it has."""
+        return sum(self.other(num_sequences, num_decodes, num_prompt_tokens))
+
+    def other(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> OtherTimes:
+        """The parts of a step without attention. num_sequences: that are sampled, of which so many decode;
+        num_prompt_tokens: of the prompt chunks that it computes."""
         shape, times, cards = self.shape, self.times, self.tensor_parallel
         num_tokens = num_decodes + num_prompt_tokens
         bytes_us = shape.bytes_read(num_tokens) / cards / self.card.model.times.bytes_per_us
@@ -210,9 +230,12 @@ class Prices:
         flops = 2 * ((shape.numbers_used() - head) * num_tokens + head * num_sequences) / cards
         rate = times.prompt_flops_per_us if num_prompt_tokens else times.flops_per_us
         weights_us = (bytes_us**_SHARPNESS + (flops / rate) ** _SHARPNESS) ** (1 / _SHARPNESS)
-        sampling_us = num_sequences * times.sequence_us * shape.vocab_size / _LOGITS
-        layers_us = shape.num_layers * (times.layer_us + self._reduce_us(num_tokens))
-        return float(weights_us + sampling_us + layers_us + (times.prompt_us if num_prompt_tokens else 0.0))
+        return OtherTimes(
+            weights=float(weights_us),
+            sampling=num_sequences * times.sequence_us * shape.vocab_size / _LOGITS,
+            layers=shape.num_layers * (times.layer_us + self._reduce_us(num_tokens)),
+            prompts=times.prompt_us if num_prompt_tokens else 0.0,
+        )
 
     def prompt_attention_us(self, pairs: float) -> float:
         """Attention of prompt chunks, of all layers. pairs: of a prompt token and a token that it sees, without

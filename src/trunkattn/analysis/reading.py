@@ -9,15 +9,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.analysis.figures import plural
 from trunkattn.analysis.files import contents_of, files_of
 from trunkattn.analysis.formats.base import Entry, Fields, Format, Hashes, Line, TokenIds
 from trunkattn.analysis.formats.table import FORMATS, format_named, format_of
 from trunkattn.analysis.records import Encoded, Log, LoggedRequest, SkippedLine
 from trunkattn.analysis.settings import Progress
+from trunkattn.analysis.texts import Texts
 from trunkattn.analysis.tokens import (
     ByteEstimate,
     Encoder,
-    Texts,
     encode_hashes,
     encode_tokens,
     measured_estimate,
@@ -47,7 +48,8 @@ def read_log(
             folder of such files, or a folder of texts that are one prompt each.
         format: name of the format, one of `formats.table.FORMATS`; "auto": the lines tell.
         tokenizer: folder of a tokenizer of transformers, or a GGUF file, for logs with text; None: an estimate.
-        strict: whether the first line that is wrong ends the reading. Else such lines are left out and counted.
+        strict: whether the first line that is wrong ends the reading, and times that run backwards do. Else such lines
+            are left out and counted, and requests are sorted by their times.
         progress: see `Progress`.
 
     Returns:
@@ -116,11 +118,20 @@ class _Tally:
 
     def skip(self, line: SkippedLine) -> None:
         """Counts a line that is left out, or raises ValueError if none may be."""
-        if self.strict:
-            raise ValueError(f"{self.source}, {self.unit} {line.line}: {line.reason}")
+        self.stop_if_strict(line)
         self.num_skipped += 1
         if len(self.skipped) < SKIPPED_KEPT:
             self.skipped.append(line)
+
+    def stop_if_strict(self, line: SkippedLine) -> None:
+        """Raises ValueError that names the line and how many stand before it, if nothing may be wrong."""
+        if self.strict:
+            right = f"strict ends the reading here, after {self.units(line.line - 1)} without a fault"
+            raise ValueError(f"{self.source}, {self.unit} {line.line}: {line.reason}; {right}")
+
+    def units(self, number: int) -> str:
+        """A number of lines, or of what they are."""
+        return f"{number:,} entries" if self.unit == "entry" and number != 1 else plural(number, self.unit)
 
     def lines(self, lines: Iterable[Line | SkippedLine]) -> Iterator[Line]:
         """The lines that hold an object."""
@@ -143,11 +154,11 @@ class _Tally:
         """Why there is no log, in a sentence."""
         if not self.num_lines:
             return f"{self.source}: it is empty; expected a log with a request on each line"
-        units = {"entry": "entries"}.get(self.unit, f"{self.unit}s")
+        units = self.units(self.num_lines)
         if not self.skipped:
-            return f"{self.source}: none of its {self.num_lines:,} {units} holds a request"
+            return f"{self.source}: none of its {units} holds a request"
         worst = self.skipped[0]
-        count = f"none of its {self.num_lines:,} {units} could be taken" if self.num_lines > 1 else "nothing taken"
+        count = f"none of its {units} could be taken" if self.num_lines > 1 else "nothing taken"
         return f"{self.source}: {count}; {self.unit} {worst.line}: {worst.reason}"
 
 
@@ -233,17 +244,18 @@ class _Collected:
             self.texts.fill(len(self.requests))
         has_contents = len(self.contents) == len(self.requests) and depend_on_contents_alone(self.contents)
         order = self._order()
+        late = self._late(order)
         return Log(
             source=self.tally.source,
             format=chosen.title,
             requests=self._finished(order),
             num_lines=self.tally.num_lines,
             unit=self.tally.unit,
-            num_out_of_order=self._num_out_of_order(order),
+            num_out_of_order=len(late),
             num_skipped=self.tally.num_skipped,
             skipped=self.tally.skipped,
             tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
-            assumptions=self._assumptions(has_contents),
+            assumptions=self._assumptions(has_contents, late),
             texts=self.texts.taken(order) if self.texts else None,
             encode=self.encoder.encode if self.texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
@@ -274,13 +286,25 @@ class _Collected:
             finished.append(replace(request, arrival=since, turn=turn or 0))
         return finished
 
-    def _num_out_of_order(self, order: Sequence[int]) -> int:
+    def _late(self, order: Sequence[int]) -> list[int]:
+        """Lines of requests that arrived before one that stands further up. Raises ValueError if there may be none."""
         by_line = sorted(order, key=lambda place: self.requests[place].line)
         arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
-        return int(np.count_nonzero(arrivals < np.maximum.accumulate(arrivals)))
+        latest = np.maximum.accumulate(arrivals) if len(arrivals) else arrivals
+        late = np.flatnonzero(arrivals < latest).tolist()
+        for place in late[:1]:
+            back = f"its time is {latest[place] - arrivals[place]:g} s before that of a request further up"
+            line = self.requests[by_line[place]].line
+            self.tally.stop_if_strict(SkippedLine(line, f"{back}; expected times that do not run backwards"))
+        return [self.requests[by_line[place]].line for place in late]
 
-    def _assumptions(self, has_contents: bool) -> list[str]:
+    def _assumptions(self, has_contents: bool, late: Sequence[int]) -> list[str]:
         found = []
+        if late:
+            found.append(
+                f"{len(late):,} requests stand behind later ones, the first in {self.tally.unit} {late[0]:,}; all are "
+                "replayed in the order of their times."
+            )
         told, counted = self.tokens_told, self.tokens_found
         if not isinstance(self.encoder, ByteEstimate) and told and abs(counted / told - 1) > 0.02:
             found.append(

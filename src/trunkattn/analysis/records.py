@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.analysis.texts import Texts
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
@@ -96,7 +98,7 @@ class Log:
     skipped: list[SkippedLine] = field(default_factory=list)
     tokens_from: str = "block hashes"
     assumptions: list[str] = field(default_factory=list)
-    texts: Sequence[str] | None = field(default=None, repr=False)
+    texts: Texts | None = field(default=None, repr=False)
     encode: Callable[[Sequence[str]], list[Encoded]] | None = field(default=None, repr=False)
     contents: list[NDArray[np.int64]] | None = field(default=None, repr=False)
 
@@ -261,6 +263,18 @@ class FleetReplay:
     unique_kv_bytes: float
 
 
+class Ceiling(NamedTuple):
+    """Share of the prompt tokens that a cache without an end finds in earlier prompts.
+
+    Attributes:
+        hit_rate: of all requests, while the cache fills.
+        later_hit_rate: of the later half of the requests, which find what the earlier half has left.
+    """
+
+    hit_rate: float
+    later_hit_rate: float
+
+
 @dataclass(frozen=True)
 class Analysis:
     """What `trunkattn analyze` found.
@@ -273,6 +287,7 @@ class Analysis:
         spoilers: the most expensive first.
         assumptions: all that is assumed, one sentence each.
         verdict: one honest sentence, such as "At 3 requests at a time sharing gains 1 %."
+        ceiling: what no cache exceeds.
         fleet: one per way to route; empty: no fleet was asked for.
     """
 
@@ -284,4 +299,5 @@ class Analysis:
     spoilers: list[Spoiler]
     assumptions: list[str]
     verdict: str
+    ceiling: Ceiling
     fleet: list[FleetReplay] = field(default_factory=list)

@@ -41,6 +41,7 @@ def to_dict(analysis: Analysis, *, show_text: bool = False) -> dict[str, Any]:
                 "skipped": [asdict(line) for line in log.skipped],
                 "tokens_from": log.tokens_from,
             },
+            "ceiling": analysis.ceiling._asdict(),
             "replays": [{**asdict(replay), **_derived(replay)} for replay in analysis.replays],
             "fleet": [asdict(replay) for replay in analysis.fleet],
             "spoilers": [asdict(spoiler) | ({} if show_text else {"examples": []}) for spoiler in analysis.spoilers],
@@ -99,6 +100,7 @@ def print_analysis(analysis: Analysis, console: Console, *, show_text: bool = Fa
         )
     if log.num_skipped > _SHOWN_SKIPPED:
         console.print(f"  … and {log.num_skipped - min(_SHOWN_SKIPPED, len(log.skipped)):,} more", style="yellow")
+    console.print(ceiling_sentence(analysis), markup=False, highlight=False)
     if analysis.replays:
         title = f"Milliseconds per output token of {analysis.model} on {analysis.card}, predicted"
         _print_table(title, replay_table(analysis), console)
@@ -187,6 +189,15 @@ def _print_spoilers(analysis: Analysis, console: Console, show_text: bool) -> No
     if len(analysis.spoilers) > _SHOWN_SPOILERS:
         console.print(f"  … and {len(analysis.spoilers) - _SHOWN_SPOILERS:,} smaller ones")
     console.line()
+
+
+def ceiling_sentence(analysis: Analysis) -> str:
+    """How many prompt tokens no cache finds more of."""
+    every, later = analysis.ceiling
+    return (
+        f"A cache without an end finds {figures.percent(every)} of the prompt tokens in earlier prompts, and "
+        f"{figures.percent(later)} in the later half of the log."
+    )
 
 
 def no_spoilers(log: Log) -> str:

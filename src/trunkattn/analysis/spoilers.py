@@ -15,7 +15,6 @@ from trunkattn.analysis.block_spoilers import BlockFinding, find_in_blocks, with
 from trunkattn.analysis.partings import Parting, num_leaving, partings
 from trunkattn.analysis.records import Log, Spoiler
 from trunkattn.analysis.settings import Progress
-from trunkattn.analysis.tokens import Texts
 
 MOST: Final = 20  # spoilers that are told
 LEAST_REQUESTS: Final = 4  # that must leave the largest group, and this share of the log's requests
@@ -105,7 +104,7 @@ def rewritten(log: Log, finding: Finding, max_requests: int | None = None) -> Lo
     while batch := list(islice(waiting, _BATCH)):
         for (member, _), encoded in zip(batch, log.encode([text for _, text in batch]), strict=True):
             requests[member] = replace(requests[member], num_prompt_tokens=encoded.num_tokens, blocks=encoded.blocks)
-    return replace(log, requests=requests, texts=Texts(log.texts).replaced(new))
+    return replace(log, requests=requests, texts=log.texts.replaced(new))
 
 
 @dataclass

@@ -1,18 +1,18 @@
 """Prompts to token counts and chained block numbers: from hashes, token ids, or text with or without a tokenizer."""
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes
 from trunkattn.analysis.records import Encoded
+from trunkattn.analysis.texts import to_bytes
 
 BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
@@ -253,52 +253,3 @@ def _part(part: Any) -> str:
             return part[key]
     kind = str(part.get("type", "part"))
     return f"[{kind}]" if "image" in kind or "audio" in kind else json.dumps(part, ensure_ascii=False, default=str)
-
-
-def to_bytes(text: str) -> bytes:
-    """UTF-8, with a mark for each half of a surrogate pair that JSON left alone."""
-    return text.encode("utf-8", errors="replace")
-
-
-class Texts(Sequence[str]):
-    """Texts that are kept compressed, because those of a log are large and each is looked at rarely."""
-
-    def __init__(self, texts: Iterable[str] = ()) -> None:
-        self._packed: list[bytes] = list(texts._packed) if isinstance(texts, Texts) else [_pack(text) for text in texts]
-
-    def append(self, text: str) -> None:
-        """Adds a text."""
-        self._packed.append(_pack(text))
-
-    def fill(self, length: int) -> None:
-        """Adds empty texts until there are `length`."""
-        self._packed += [_pack("")] * (length - len(self._packed))
-
-    def taken(self, order: Iterable[int]) -> "Texts":
-        """The texts at some places, in that order, without unpacking them."""
-        chosen = Texts()
-        chosen._packed = [self._packed[place] for place in order]
-        return chosen
-
-    def replaced(self, new: Mapping[int, str]) -> "Texts":
-        """All texts, of which some are others."""
-        changed = Texts(self)
-        for place, text in new.items():
-            changed._packed[place] = _pack(text)
-        return changed
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> "Texts": ...
-    def __getitem__(self, place: int | slice) -> "str | Texts":
-        if isinstance(place, slice):
-            return self.taken(range(*place.indices(len(self))))
-        return zlib.decompress(self._packed[place]).decode("utf-8")
-
-
-def _pack(text: str) -> bytes:
-    return zlib.compress(to_bytes(text), level=1)

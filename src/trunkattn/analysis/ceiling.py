@@ -1,0 +1,47 @@
+"""The hit rate that no cache exceeds: each prompt finds what some earlier prompt of the log begins with."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkattn.analysis.partings import in_prefix_order, num_shared
+from trunkattn.analysis.records import Ceiling, LoggedRequest
+
+
+def ceiling_of(requests: Sequence[LoggedRequest]) -> Ceiling:
+    """The share of the prompt tokens that a cache without an end finds, of all requests and of the later half.
+
+    Whole blocks of the log are found. A block in which a prompt ends counts with the tokens that the prompt has in it.
+    """
+    lengths = np.array([request.num_prompt_tokens for request in requests], np.int64)
+    sizes = np.array([request.block_size for request in requests], np.int64)
+    found = np.minimum(_known_blocks([request.blocks for request in requests]) * sizes, lengths)
+    half = len(requests) // 2
+    return Ceiling(_share(found, lengths), _share(found[half:], lengths[half:]))
+
+
+def _share(found: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
+    return int(found.sum()) / max(1, int(lengths.sum()))
+
+
+def _known_blocks(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Leading blocks of each prompt that some prompt before it has.
+
+    In prefix order, the prompt that shares most with another is the one beside it. Prompts leave the order from the
+    last one of the log on, so those beside a prompt that leaves are the nearest ones before it in the log.
+    """
+    order, count = in_prefix_order(blocks), len(blocks)
+    shared = [num_shared(blocks[order[place]], blocks[order[place + 1]]) for place in range(count - 1)]
+    behind = [0, *shared, 0]  # by place, one off: blocks that the prompt shares with the one behind it in the order
+    before, after = list(range(-1, count + 1)), list(range(1, count + 3))
+    places = np.empty(count, np.int64)
+    places[order] = np.arange(1, count + 1)
+    known = np.zeros(count, np.int64)
+    for number in range(count - 1, -1, -1):
+        place = int(places[number])
+        first, last = before[place], after[place]
+        known[number] = max(behind[first], behind[place])
+        behind[first] = min(behind[first], behind[place])
+        after[first], before[last] = last, first
+    return known
