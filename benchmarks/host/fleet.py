@@ -30,8 +30,8 @@ from trunkattn.gpu.cards import card_named
 
 REPLICAS = 4
 MODEL, CARD = "llama-3-8b", "NVIDIA H100"
-TRACE_REQUESTS = 3000
-SECONDS = 120.0
+TRACE_REQUESTS = 1000
+SECONDS = 60.0
 
 
 def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:

@@ -11,7 +11,7 @@ WHY = {
     "gemma-3": "FlashAttention with heads of 256 is slower than its rates with heads of 128 say",
     "tp2": "two cards wait for each other, which differs from run to run",
     "vllm-serving-h200 documents 6/s": "the host: first tokens came half as late again as on an H100, which computes "
-    "prompts as fast, and steps took longer than at 12/s, which have more decodes; other engines used the host meanwhile",
+    "prompts as fast, and steps took longer than those of 12/s with more decodes; other engines used the host meanwhile",
     "sglang-serving": "short prompts in steps of their own take what the host takes: first tokens are later, too",
     "conversation": "steps with many small prompt chunks take engines longer than their arithmetic",
 }

@@ -315,11 +315,12 @@ def test_a_clean_log_has_none(make: Callable[[random.Random, Words], list[str]],
     assert [it.spoiler for it in find_spoilers(log)] == []
 
 
-def test_prompts_that_lack_the_field_are_of_the_group() -> None:
+@pytest.mark.parametrize("phrase", ["now {}. ", "It is {} by the clock on the wall of the shop. "])
+def test_prompts_that_lack_the_field_are_of_the_group(phrase: str) -> None:
     rng = random.Random(0)
     words, make = words_of(rng), timestamp(rng)
     before, behind = words(40), words(200)
-    texts = [f"{before} {f'now {make()}. ' if number % 2 else ''}{behind} {words(10)}" for number in range(40)]
+    texts = [f"{before} {phrase.format(make()) if number % 2 else ''}{behind} {words(10)}" for number in range(40)]
     (finding,) = find_spoilers(log_of(texts))
     assert (finding.spoiler.kind, finding.spoiler.num_requests) == ("timestamp", 40)
 

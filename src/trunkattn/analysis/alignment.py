@@ -7,7 +7,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.analysis.tokens import mixed, to_bytes
+from trunkattn.analysis.texts import to_bytes
+from trunkattn.analysis.tokens import mixed
 from trunkattn.analysis.varying import CONTEXT, Example, is_reordered, kind_of, order_kind, word_rest, word_start
 
 ANCHOR: Final = 32  # characters by which a shared part is found again

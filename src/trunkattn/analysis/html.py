@@ -1,7 +1,7 @@
 """An analysis as one HTML file, which asks no host for anything, runs no script, and fits a phone and paper."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -29,6 +29,7 @@ def to_html(analysis: Analysis, *, show_text: bool = False) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_together,
     )
     first = analysis.replays[0] if analysis.replays else None
     return environment.get_template(_TEMPLATE).render(
@@ -43,6 +44,11 @@ def to_html(analysis: Analysis, *, show_text: bool = False) -> str:
         over_time=[chart for chart in _over_time(first) if chart],
         most_skipped=len(analysis.log.skipped),
     )
+
+
+def _together(value: Any) -> Any:
+    """A text in which no line ends between a number and its percent sign."""
+    return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
 
 
 def _over_time(first: Replay | None) -> list[charts.Chart | None]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Final, NamedTuple
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -54,13 +55,26 @@ def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
     Args:
         examples: texts that are equal for some characters in front of `start`.
     """
-    filled = [example for example in examples if example.end > example.start]  # a prompt may lack the field
+    filled = [example for example in examples if example.end > example.start]
+    head = 0
+    if len(filled) < len(examples):  # prompts that lack the field lack the words around it, too
+        head, filled = _inner(filled)
     for kind, pattern in PATTERNS:
         leads = [_lead(pattern, example) for example in filled]
         matching = [lead for lead in leads if lead is not None]
         if len(matching) >= _USUAL * len(filled):
-            return kind, max(matching)
+            return kind, max(0, max(matching) - head)
     return "text", examples[0].start - word_start(examples[0].text, examples[0].start)
+
+
+def _inner(examples: Sequence[Example]) -> tuple[int, list[Example]]:
+    """What varies among the examples themselves, and how many characters later it begins."""
+    parts = [example.text[example.start : example.end] for example in examples]
+    head = len(commonprefix(parts))
+    tail = len(commonprefix([part[head:][::-1] for part in parts]))
+    if any(len(part) == head + tail for part in parts):
+        return 0, list(examples)
+    return head, [Example(each.text, each.start + head, each.end - tail) for each in examples]
 
 
 def word_start(text: str, place: int) -> int:
