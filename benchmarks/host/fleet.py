@@ -8,9 +8,11 @@ route. --trace: Mooncake's conversation trace. Its first requests come as logged
 """
 
 import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.host.analysis_predictions import logged
 from benchmarks.lib.report import write_result
@@ -44,24 +46,30 @@ def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
     }
 
 
+def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, Any]]:
+    """A workload under each way to route."""
+    prices = Prices(model_shape(MODEL), card_named(CARD))
+    size = EngineSize(prices.num_pages)
+    workload = Workload.of(requests, size, 256)
+    ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
+    fleets = [Fleet(REPLICAS, route) for route in ROUTES]
+    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
+    tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
+    outcomes = run_all(tasks, [1.0] * len(tasks), lambda share: None, num_cores())
+    for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
+        found = asdict(fleet_replay(fleet, shared, alone))
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
+        yield {"workload": name, "requests": len(workload.jobs), "ceiling": ceiling, **rounded}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake's conversation trace")
-    prices = Prices(model_shape(MODEL), card_named(CARD))
-    size = EngineSize(prices.num_pages)
     rows = []
     for name, requests in workloads(parser.parse_args().trace).items():
-        workload = Workload.of(requests, size, 256)
-        ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
-        fleets = [Fleet(REPLICAS, route) for route in ROUTES]
-        parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
-        tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
-        outcomes = run_all(tasks, [1.0] * len(tasks), lambda share: None, num_cores())
-        for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
-            row = {key: round(value, 4) if isinstance(value, float) else value
-                   for key, value in asdict(fleet_replay(fleet, shared, alone)).items()}  # fmt: skip
-            rows.append({"workload": name, "requests": len(workload.jobs), "ceiling": ceiling, **row})
-            print(rows[-1])
+        for row in rows_of(name, requests):
+            rows.append(row)
+            print(row, flush=True)
     print(write_result("fleet", {"card": CARD, "model": MODEL, "replicas": REPLICAS, "rows": rows}))
 
 

@@ -1,5 +1,6 @@
 """A whole analysis: which replays it makes, what it says, its spoilers and its fleet; tasks in processes."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,15 @@ def test_tasks_give_their_results_in_order(num_workers: int) -> None:
     assert 0 < told[0] < told[-1] <= 1.0
     with pytest.raises(ValueError, match="three is bad"):
         run_all([share_of(number) for number in (2, 3)], [1, 1], told.append, num_workers)
+
+
+def test_processes_look_for_garbage_rarely_and_this_one_as_before() -> None:
+    def task(say: Callable[[float], None]) -> int:
+        return gc.get_threshold()[0]
+
+    before = gc.get_threshold()
+    assert min(run_all([task, task], [1, 1], lambda share: None, 2)) >= 100_000
+    assert gc.get_threshold() == before
 
 
 def test_processes_and_this_one_replay_alike(monkeypatch: pytest.MonkeyPatch) -> None:

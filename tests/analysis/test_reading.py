@@ -98,7 +98,7 @@ def test_times_that_run_backwards_are_sorted_and_counted(tmp_path: Path) -> None
     assert [request.line for request in log.requests] == [2, 4, 1, 3, 5]
     assert log.num_out_of_order == 2
     assert log.assumptions == [
-        "2 requests stand behind later ones, the first in line 2; all are replayed in the order of their times.",
+        "2 requests out of order, the first in line 2: all are replayed in the order of their times.",
         "The log's hashes are of all that precedes a block, so they tell no field that spoils sharing.",
     ]
     with pytest.raises(ValueError, match=r"^trace\.jsonl, line 2: its time is 4 s before .*; expected times that"):

@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.texts import to_bytes
 from trunkattn.analysis.tokens import mixed
-from trunkattn.analysis.varying import CONTEXT, Example, is_reordered, kind_of, order_kind, word_rest, word_start
+from trunkattn.analysis.varying import (
+    CONTEXT,
+    Example,
+    common_length,
+    is_reordered,
+    kind_of,
+    order_kind,
+    word_rest,
+    word_start,
+)
 
 ANCHOR: Final = 32  # characters by which a shared part is found again
 MIN_SHARED: Final = 256  # characters of a shared part that are worth a word
@@ -48,16 +57,6 @@ class Span(NamedTuple):
     start: int
     end: int
     stop: int
-
-
-def common_length(texts: Sequence[str]) -> int:
-    """Characters with which all of some texts begin."""
-    first, last = min(texts), max(texts)  # what these two share all others do, in the order of texts
-    low, high = 0, min(len(first), len(last))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[:middle] == last[:middle] else (low, middle - 1)
-    return low
 
 
 def groups_of(texts: Sequence[str], children: Sequence[int]) -> Iterator[list[int]]:

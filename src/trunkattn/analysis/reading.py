@@ -302,7 +302,7 @@ class _Collected:
         found = []
         if late:
             found.append(
-                f"{len(late):,} requests stand behind later ones, the first in {self.tally.unit} {late[0]:,}; all are "
+                f"{plural(len(late), 'request')} out of order, the first in {self.tally.unit} {late[0]:,}: all are "
                 "replayed in the order of their times."
             )
         told, counted = self.tokens_told, self.tokens_found

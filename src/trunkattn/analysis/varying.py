@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Final, NamedTuple
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -49,6 +48,16 @@ class Example(NamedTuple):
     end: int
 
 
+def common_length(texts: Sequence[str]) -> int:
+    """Characters with which all of some texts begin."""
+    first, last = min(texts), max(texts)  # what these two share all others do, in the order of texts
+    low, high = 0, min(len(first), len(last))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == last[:middle] else (low, middle - 1)
+    return low
+
+
 def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
     """The kind of what varies, and how many characters that are equal in all texts it begins earlier.
 
@@ -70,8 +79,8 @@ def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
 def _inner(examples: Sequence[Example]) -> tuple[int, list[Example]]:
     """What varies among the examples themselves, and how many characters later it begins."""
     parts = [example.text[example.start : example.end] for example in examples]
-    head = len(commonprefix(parts))
-    tail = len(commonprefix([part[head:][::-1] for part in parts]))
+    head = common_length(parts)
+    tail = common_length([part[head:][::-1] for part in parts])
     if any(len(part) == head + tail for part in parts):
         return 0, list(examples)
     return head, [Example(each.text, each.start + head, each.end - tail) for each in examples]
