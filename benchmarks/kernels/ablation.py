@@ -123,10 +123,10 @@ def variants(case: Case) -> list[Variant]:
     flat = setting.with_tiles(without_subtiles(setting.tiles))
     rule = setting.rule
     both = next(tiling for tiling in candidates(rule) if tiling.tall is not None)
-    both_uncut, tall_uncut = replace(both, waves=0), Tiling(len(rule.kinds) - 1, waves=0)
+    both_uncut, tall_uncut = replace(both, waves=0), Tiling(len(rule.tiles) - 1, waves=0)
     # low tiles of so few rows hold one query token; the kernel computes as many rows as ever
-    low_rows = replace(rule.kinds[both.low], rows=rule.group_size)
-    kinds = tuple(low_rows if index == both.low else kind for index, kind in enumerate(rule.kinds))
+    low_rows = replace(rule.tiles[both.low], rows=rule.group_size)
+    tiles = tuple(low_rows if index == both.low else tile for index, tile in enumerate(rule.tiles))
     return [
         *(through_api(setting, policy, "serial") for policy in POLICIES),
         *(through_api(setting, policy, execution) for policy in ("auto", "pat") for execution in ("streams",)),
@@ -136,7 +136,7 @@ def variants(case: Case) -> list[Variant]:
         tiled(setting, both, "merge", "two tiles, by items"),
         tiled(setting.with_fuse_up_to(0), both, "merge", "two tiles, by a kernel"),
         tiled(setting, both_uncut, "suffix packing", "several suffixes a low tile"),
-        tiled(setting, both_uncut, "suffix packing", "one suffix a low tile", replace(rule, kinds=kinds)),
+        tiled(setting, both_uncut, "suffix packing", "one suffix a low tile", replace(rule, tiles=tiles)),
         tiled(setting, tall_uncut, "subtiles", "nested"),
         tiled(flat, tall_uncut, "subtiles", "none"),
     ]

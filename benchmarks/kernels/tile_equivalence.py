@@ -84,9 +84,9 @@ def latency_ns() -> float:
 
 def steps_of(rule: TilingRule, listed: TileList) -> int:
     """Blocks of keys that the longest item goes through, one after another."""
-    (kind,), items = rule.kinds, listed.items
-    shared = (items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_START]) // (kind.block_tokens // rule.segment_size)
-    masked_tokens = kind.subtiles * kind.private_tokens if kind.subtiles > 1 else kind.block_tokens
+    (tile,), items = rule.tiles, listed.items
+    shared = (items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_START]) // (tile.block_tokens // rule.segment_size)
+    masked_tokens = tile.subtiles * tile.private_tokens if tile.subtiles > 1 else tile.block_tokens
     masked = -(
         (items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_END]) // (masked_tokens // rule.segment_size)
     )  # rounded up
@@ -96,7 +96,7 @@ def steps_of(rule: TilingRule, listed: TileList) -> int:
 def bandwidth_row(case: Case, tile: Listed, alone: bool) -> dict[str, Any]:
     """One tile on one batch."""
     rule = rule_on_card(case, (tile.tile,))
-    listed = list_tiles(case.batch, rule, Tiling(0, alone=alone))
+    listed = list_tiles(case.batch, rule, Tiling(0, per_query=alone))
     row: dict[str, Any] = {"tile": tile.name, "items": "alone" if alone else "filled"}
     row |= {
         "requests": len(case.batch.seq_lens),
@@ -132,7 +132,7 @@ def chain_row(heads: tuple[int, int], tile: Listed, alone: bool) -> dict[str, An
     for tokens in TOKENS:
         case = make_case(f"{requests}_{tokens}", *heads, torch.bfloat16, tile.kv_dtype)
         rule = rule_on_card(case, (tile.tile,))
-        listed = list_tiles(case.batch, rule, Tiling(0, alone=alone, waves=0))
+        listed = list_tiles(case.batch, rule, Tiling(0, per_query=alone, waves=0))
         found = measure(case, make_run(case, rule, listed, (tile.tile,)))
         if "us" not in found:
             return row | {"tokens": tokens} | found

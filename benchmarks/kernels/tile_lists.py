@@ -50,7 +50,7 @@ def tile_rule(
     the L2 cache."""
     (hq, hkv, dim), (num_sms, l2_bytes) = heads, card
     return TilingRule(
-        kinds=tuple(tile_config(tile, num_sms) for tile in tiles),
+        tiles=tuple(tile_config(tile, num_sms) for tile in tiles),
         group_size=hq // hkv,
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,
@@ -84,7 +84,7 @@ def list_tiles(batch: PagedBatch, rule: TilingRule, tiling: Tiling) -> TileList:
 def make_run(
     case: Case, rule: TilingRule, listed: TileList, tiles: tuple[GpuTile, ...], execution: str = "serial"
 ) -> Run:
-    """A decode batch through a tile list made with `rule`, whose kinds are `tiles`; out is NaN where nothing writes."""
+    """A decode batch through a tile list made with `rule`, whose tiles are `tiles`; out is NaN where nothing writes."""
     hq, hkv, dim = case.heads
     device = case.q.device
     geometry = Geometry(

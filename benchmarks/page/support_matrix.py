@@ -3,13 +3,14 @@
     python -m benchmarks.page.support_matrix            # write both
     python -m benchmarks.page.support_matrix --check    # only say whether they are up to date
 
-Each row is an `AttentionConfig`. `supports` says whether a device takes it, and an H100's record whether the fast
-kernel for decoding computes it there, so the table changes when the code does. No GPU is needed: a card is pretended.
+Each row is an `AttentionConfig`, or in training what `flash_attention` is given. `supports` says whether a device takes
+it, and the table of kernels whether one made for Hopper computes it there, decodes or both passes of training. So the
+pages change when the code does. No GPU is needed: a card is pretended.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ import torch
 
 from benchmarks.page.common import table
 from trunkattn import AttentionConfig, PrefixTree, flash_attention
-from trunkattn.cli.kernels import MODELS, attention_of
+from trunkattn.cli.kernels import MODELS, attention_of, is_fast
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
 from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
+from trunkattn.training.spec import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "support.md")
@@ -61,11 +63,13 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     '`execution="overlapped"`': [{"execution": "overlapped"}],
 }
-TRAINING: dict[str, dict[str, Any]] = {
-    "training (`flash_attention`), head_dim to 256": {},
-    "training on prefix trees": {"tree": True},
-    "training with sliding windows, soft caps": {"sliding_window": 2, "logits_soft_cap": 30.0},
+TRAINING: dict[str, list[dict[str, Any]]] = {
+    "training (`flash_attention`), head_dim 64, 96, 128": [{"head_dim": dim} for dim in (64, 96, 128)],
+    "training, another head_dim to 256": [{"head_dim": dim} for dim in (32, 100, 192, 256)],
+    "training on prefix trees": [{"head_dim": dim, "tree": True} for dim in (64, 128)],
+    "training with a sliding window or a soft cap": [{"sliding_window": 2}, {"logits_soft_cap": 30.0}],
 }
+TRAINING_HEAD_DIM = 128  # where a row does not say it
 
 
 @contextmanager
@@ -110,16 +114,23 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
 
 def is_decoded_fast(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> bool:
     """Whether a kernel made for the card decodes an attention there."""
-    kernel = choose(Work.DECODE, config, card, table).kernel
-    return kernel is not None and not kernel.portable
+    return on_cuda(config, HOPPER) and is_fast(choose(Work.DECODE, config, card, table))
 
 
-def hopper_cell(configs: list[AttentionConfig]) -> str:
+def is_trained_fast(options: dict[str, Any], card: Card) -> bool:
+    """Whether kernels of ours made for the card compute both passes there."""
+    given = tuple(name for name in options if name not in ("head_dim", "tree"))
+    head_dim = options.get("head_dim", TRAINING_HEAD_DIM)
+    config = TrainingConfig(head_dim, torch.bfloat16, head_dim, given)
+    return all(is_fast(choose(work, config, card)) for work in (Work.FORWARD, Work.BACKWARD))
+
+
+def hopper_cell(configs: Sequence[Any], is_fast_on: Callable[[Any, Card], bool] = is_decoded_fast) -> str:
     """Yes, no, or the only card."""
     takes = []
     for name, known in (("H100", H100), ("H200", H200)):
         card_of_model = Card(GpuFacts(known.name, 132, 90, 50 << 20), known)
-        fast = [on_cuda(config, HOPPER) and is_decoded_fast(config, card_of_model) for config in configs]
+        fast = [is_fast_on(config, card_of_model) for config in configs]
         if any(fast) != all(fast):
             raise ValueError(
                 f"the fast kernels take some of {configs} and not others: expected all or none; split the row"
@@ -135,7 +146,8 @@ def rows() -> dict[str, tuple[str, str, str]]:
         configs = [attention_of(change) for change in changes]
         cells[name] = ("yes" if all(map(on_cpu, configs)) else "no", cuda_cell(configs), hopper_cell(configs))
     for name, options in TRAINING.items():
-        cells[name] = ("yes" if trains("cpu", options) else "no", "yes" if trains("cuda", options) else "no", "no")
+        cpu, cuda = ("yes" if all(trains(device, each) for each in options) else "no" for device in ("cpu", "cuda"))
+        cells[name] = (cpu, cuda, hopper_cell(options, is_trained_fast))
     return cells
 
 
@@ -144,10 +156,11 @@ def features() -> str:
 
 
 def summary() -> str:
-    """The same with features of equal cells in one row."""
+    """The same for the README: features of equal cells in one row, and none that differs between two Hopper cards."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, cells in rows().items():
-        alike.setdefault(cells, []).append(name)
+        if cells[2] in ("yes", "no"):
+            alike.setdefault(cells, []).append(name)
     return centred([("; ".join(names), *cells) for cells, names in alike.items()])
 
 
@@ -182,10 +195,12 @@ def trains(device: str, options: dict[str, Any]) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     lead: tuple[int, ...] = (1, 4)
+    options = dict(options)
+    head_dim = options.pop("head_dim", TRAINING_HEAD_DIM)
     if "tree" in options:
         lead, options = (4,), options | {"tree": PrefixTree.from_segments([-1, 0, 0], [2, 1, 1])}
     with card(HOPPER), FakeTensorMode(allow_non_fake_inputs=True):
-        q, k, v = (torch.empty(*lead, heads, 256, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        q, k, v = (torch.empty(*lead, heads, head_dim, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
         try:
             flash_attention(q, k, v, True, **options)
         except (TypeError, ValueError):

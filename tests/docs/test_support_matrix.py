@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.page import support_matrix as matrix
 from trunkattn import AttentionConfig
+from trunkattn.gpu.kernel import KERNELS, choose
 
 
 @pytest.mark.parametrize("path", matrix.PAGES, ids=lambda path: path.name)
@@ -52,8 +53,20 @@ def test_the_pretended_card_is_gone_afterwards() -> None:
 
 
 def test_the_summary_has_every_feature_once() -> None:
+    """But for those that one Hopper card alone has."""
     names = [name for row in matrix.summary().splitlines()[2:] for name in row.split(" | ")[0][2:].split("; ")]
-    assert sorted(names) == sorted(matrix.rows())
+    assert sorted([*names, "head_dim 96"]) == sorted(matrix.rows())
+
+
+def test_training_asks_the_table_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper kernel for one pass is not enough."""
+    name = "training (`flash_attention`), head_dim 64, 96, 128"
+    assert cells(name) == cells("training on prefix trees") == ["yes", "yes", "yes"]
+    assert cells("training, another head_dim to 256")[2] == "no", "the backward pass stops at 128"
+    assert cells("training with a sliding window or a soft cap") == ["yes", "yes", "no"]
+    without = tuple(kernel for kernel in KERNELS if kernel.name != "Hopper backward")
+    monkeypatch.setattr(matrix, "choose", lambda *of, kernels=without: choose(*of[:3], kernels))
+    assert cells(name) == ["yes", "yes", "no"]
 
 
 def test_a_page_without_markers_is_refused() -> None:

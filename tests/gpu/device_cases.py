@@ -45,7 +45,7 @@ def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> Gp
     """An empty plan, every array of which stands between guards."""
     shapes = tuple(
         GpuTile(it.rows, it.block_tokens, 1, 1, 1, it.block_ns, it.chain_ns, it.subtiles, it.private_tokens)
-        for it in rule.kinds
+        for it in rule.tiles
     )
     heads = rule.group_size * rule.num_kv_heads
     geometry = Geometry(heads, rule.num_kv_heads, 128, 128, rule.page_size, rule.segment_size, 0, True, None, False)

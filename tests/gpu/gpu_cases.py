@@ -39,9 +39,9 @@ CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an el
 
 def make_rule(config: AttentionConfig, num_sms: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
     """Two CTAs of each tile on an SM."""
-    kinds = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in tiles)
+    configs = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in tiles)
     return TilingRule(
-        kinds=tuple(kinds),
+        tiles=tuple(configs),
         group_size=config.num_qo_heads // config.num_kv_heads,
         num_kv_heads=config.num_kv_heads,
         page_size=config.page_size,

@@ -135,7 +135,7 @@ def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:
     assert most == int((items[:, 4] - items[:, 3]).max())
     assert both.gpu_plan.arrays["counts"][0] == end  # no launch of its own computes them
     assert "overlapped" in both.stats().policy and "overlapped" not in alone.stats().policy
-    heights = len(made._planner.rule.kinds)
+    heights = len(made._planner.rule.tiles)
     counts = both.gpu_plan.arrays["counts"][: heights + 1].tolist()
     assert counts == [end] * (heights + 1), "all items that merge nothing are of the lowest tile"
 

@@ -180,16 +180,16 @@ def test_rows_without_queries_are_padding() -> None:
     planned = prepare(rule, capacity_for(batch, spare=5))
     planned.fill(batch)
     planned.assert_equals_host(batch)
-    assert planned.plan.arrays["counts"][2 * len(rule.kinds)] > 0
+    assert planned.plan.arrays["counts"][2 * len(rule.tiles)] > 0
     for empty in (make_batch([]), make_batch([[], []], query_lens=[0, 0])):
         planned.fill(empty)
-        assert not planned.plan.arrays["counts"][: 2 * len(rule.kinds) + 2].any()
+        assert not planned.plan.arrays["counts"][: 2 * len(rule.tiles) + 2].any()
         planned.assert_guarded()
 
 
 def runs_of(planned: Planned) -> np.ndarray:
     counts = planned.plan.arrays["counts"].numpy()
-    items = planned.plan.arrays["items"].numpy()[: 5 * counts[2 * len(planned.rule.kinds)]].reshape(-1, 5)
+    items = planned.plan.arrays["items"].numpy()[: 5 * counts[2 * len(planned.rule.tiles)]].reshape(-1, 5)
     return planned.plan.arrays["segments"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
 
 
@@ -246,7 +246,7 @@ def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -
     planned.fill(TREE_BATCH)
     assert len(planned.errors) == (name != "merged"), "as many as the capacity's tokens always fit"
     planned.assert_guarded()
-    arrays, kinds = planned.plan.arrays, len(rule.kinds)
+    arrays, kinds = planned.plan.arrays, len(rule.tiles)
     counts = arrays["counts"].numpy()
     assert counts[2 * kinds] <= limits.items
     assert counts[2 * kinds + 1] <= limits.merged

@@ -84,7 +84,7 @@ def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size:
 def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, list[list[int]]]]:
     """What a query's partials are of, in the order in which they are merged: the places in blocks of all tokens, from
     the first of a span on. An item begins with a block, before which nothing is listed."""
-    found, block_segments = [], rule.kinds[0].block_tokens // rule.segment_size
+    found, block_segments = [], rule.tiles[0].block_tokens // rule.segment_size
     for start, full, end, begin, stop in tiles.items.tolist():
         hidden = start % (SPAN_TOKENS // rule.segment_size)
         assert start == full < end and hidden % block_segments == 0

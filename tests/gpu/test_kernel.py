@@ -131,6 +131,16 @@ def test_other_cards() -> None:
         )
 
 
+def test_a_card_that_is_too_old() -> None:
+    card, reason = make_card(capability=75), "compute capability 7.5: expected 8.0 or later"
+    latent = {"num_kv_heads": 1, "head_dim": 576, "latent_dim": 512, "sm_scale": 192**-0.5}
+    for changes in ({}, {"head_dim": 80}, latent):
+        assert refusals(attention_of(changes), card) == [reason]
+    for work in (Work.FORWARD, Work.BACKWARD):
+        choice = choose(work, TrainingConfig(128, torch.bfloat16, 128), card)
+        assert choice.kernel is None and reason in choice.reasons
+
+
 @pytest.mark.parametrize("head_dim", [128, 576])
 @pytest.mark.parametrize("card", [make_card(model=H100), make_card(model=H200), make_card(capability=80)])
 def test_no_question_finds_a_kernel_for_another_cache(card: Card, head_dim: int) -> None:

@@ -259,7 +259,7 @@ def test_all_items_or_whole_rounds_are_overlapped(hopper: None, segments: list[i
         assert found.total_ns == pytest.approx(every, abs=3)
     else:
         assert found.items > 0 and found.items % 2 == 0  # 8 heads on 16 multiprocessors
-        longest = blocks[found.items] * overlap.rule.kinds[0].chain_ns[0] + overlap.rule.launch_ns
+        longest = blocks[found.items] * overlap.rule.tiles[0].chain_ns[0] + overlap.rule.launch_ns
         assert found.total_ns >= co_scheduled_ns(blocks[: found.items], chunk_us) + longest - 3
 
 
@@ -271,9 +271,9 @@ def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> No
     # memory reads the chunks' keys in the meantime
     assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    kind = replace(overlap.rule.kinds[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
+    tile = replace(overlap.rule.tiles[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     card_times = overlap.rule.card_times._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
-    fast = replace(overlap, rule=replace(overlap.rule, kinds=(kind,), card_times=card_times))
+    fast = replace(overlap, rule=replace(overlap.rule, tiles=(tile,), card_times=card_times))
     assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
     assert overlap.choose(replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
         overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)).total_ns
@@ -307,7 +307,7 @@ def test_reading_what_chunks_see(hopper: None) -> None:
 def test_lists_that_may_overlap_chunks() -> None:
     """The fastest, the fastest of the finest cut, and both of those with one query an item."""
     whole, fine, uncut = (Tiling(0, waves=waves) for waves in (1, 4, 0))
-    alone, alone_fine = Tiling(0, alone=True), Tiling(0, alone=True, waves=4)
+    alone, alone_fine = Tiling(0, per_query=True), Tiling(0, per_query=True, waves=4)
     others = [Tiling(1), Tiling(0, 1, 2), Tiling(0, 1, 2, waves=4)]
     times = dict(zip([*others, whole, fine, uncut, alone, alone_fine], [1, 2, 3, 20, 30, 10, 40, 50], strict=True))
 

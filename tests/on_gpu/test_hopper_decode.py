@@ -51,7 +51,7 @@ def only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     def chosen(step: TiledStep) -> np.ndarray:
         names = [tiling.name(step.rule) for tiling in candidates(step.rule)]
-        assert name in names or step.rule.kinds[-1].paired  # other cards and executions have other tiles
+        assert name in names or step.rule.tiles[-1].paired  # other cards and executions have other tiles
         return predict(step) + 10**12 * (np.array(names) != name)
 
     monkeypatch.setattr(TiledStep, "predict", chosen)

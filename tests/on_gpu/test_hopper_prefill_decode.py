@@ -151,7 +151,7 @@ def test_logits_that_grow_from_block_to_block(
     monkeypatch.setattr(
         "trunkattn.gpu.step_choice.overlap_candidates",
         lambda tilings, numbers, *_: [
-            i for i in numbers if (tilings[i].low, tilings[i].tall, tilings[i].alone) == (0, None, single)
+            i for i in numbers if (tilings[i].low, tilings[i].tall, tilings[i].per_query) == (0, None, single)
         ],
     )
     layer = poisoned(config, mixed())

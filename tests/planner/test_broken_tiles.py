@@ -132,7 +132,7 @@ def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str)
 
 def test_a_bucket_out_of_order_is_found() -> None:
     batch, rule = make_batch([[1, 2, 3], [4, 5, 6, 7, 8]]), make_rule(4, 1, 1, num_kv_heads=2)
-    tile_list = tile(rule, Tiling(0, alone=True), batch)
+    tile_list = tile(rule, Tiling(0, per_query=True), batch)
     check_tiles(tile_list, batch, rule)
     with pytest.raises(AssertionError, match="item 1 is longer than the item before it in its bucket"):
         check_tiles(replace(tile_list, items=tile_list.items[::-1].copy()), batch, rule)

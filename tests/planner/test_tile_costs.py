@@ -65,11 +65,11 @@ def stage_ns(
     l2_percent: int = 0,
 ) -> int:  # fmt: skip
     """num_entries: of each tile; None: as many as it holds. l2_percent: 0: the L2 cache takes no time."""
-    ((kind, stage),) = stages_of(rule, Tiling(0, waves=waves))
+    ((tile_index, stage),) = stages_of(rule, Tiling(0, waves=waves))
     entries = stage.height if num_entries is None else num_entries
     counted = np.array([[*each, sum(each) * stage.block_segments, entries] for each in blocks], np.int64)
     costs = price(rule).costs._replace(l2_percent=l2_percent)
-    return int(tile_costs.stage_ns(counted, memory, 0, stage, kind, True, costs))
+    return int(tile_costs.stage_ns(counted, memory, 0, stage, tile_index, True, costs))
 
 
 LOW = GpuTile(16, 64, 2, 2, ctas_per_sm=2, block_ns=(2000, 3000), chain_ns=(1000, 1500))
@@ -77,7 +77,7 @@ LOW = GpuTile(16, 64, 2, 2, ctas_per_sm=2, block_ns=(2000, 3000), chain_ns=(1000
 
 def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
     rule = make_rule(4, 16, 1, shapes=(LOW,))  # two slots
-    launch, (full, masked), (chain, _) = rule.launch_ns, rule.kinds[0].block_ns, rule.kinds[0].chain_ns
+    launch, (full, masked), (chain, _) = rule.launch_ns, rule.tiles[0].block_ns, rule.tiles[0].chain_ns
     assert stage_ns(rule, [[8, 0], [8, 0]], 0) == launch + 8 * full, "both slots busy"
     assert stage_ns(rule, [[8, 0]], 0) == launch + 8 * full // 2 == launch + 8 * chain, "one item, faster alone"
     assert stage_ns(rule, [[8, 4], [8, 4]], 0) == launch + 8 * full + 4 * masked
@@ -92,7 +92,7 @@ def test_items_that_meet_on_a_multiprocessor_wait_for_each_other() -> None:
     """On an H200 144 items of 32 rows on 264 slots, 24 of them two by two, took 872 µs; the chain of one alone takes
     438, memory alone 641."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(10, 10)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=8, ctas_per_sm=2),))  # four multiprocessors
+    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=8, ctas_per_sm=2),))  # four multiprocessors
     launch, full = rule.launch_ns, 8 * 200
     assert stage_ns(rule, [[8, 0]] * 4, 0) == launch + full * 4 // 8, "one each"
     assert stage_ns(rule, [[8, 0]] * 5, 0) == launch + full * CARD_TIMES.arithmetic_percent // 100, "two on one of them"
@@ -116,14 +116,14 @@ def test_of_several_rounds_memory_does_not_hide_all_arithmetic() -> None:
     """On an H100 `1,16,32,64,256,1024_256,128,64,32,32,32` takes 81 µs in tiles of 32 rows and 77 of 64, which compute
     less; memory alone takes the same, longer time."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))  # two slots
-    tokens, arithmetic = 3_000_000, 2 * 8 * rule.kinds[0].block_ns[0]
+    tokens, arithmetic = 3_000_000, 2 * 8 * rule.tiles[0].block_ns[0]
     one_round = stage_ns(rule, [[8, 0]] * 2, tokens)
     assert stage_ns(rule, [[8, 0]] * 4, tokens) == one_round + arithmetic // CARD_TIMES.unhidden_part
 
 
 def test_memory_is_slower_where_slots_are_idle() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=4),))
+    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=4),))
     tokens = 3_000_000
     one, four = (stage_ns(rule, [[8, 0]] * items, tokens) - rule.launch_ns for items in (1, 4))
     assert one == four * (100 + CARD_TIMES.idle_percent * 3 // 4) // 100
@@ -153,8 +153,8 @@ def test_a_round_that_is_not_full_waits_for_memory() -> None:
 def test_the_items_of_a_cut_are_counted_as_they_are_emitted() -> None:
     """Ten tiles of 304 blocks for 66 items: 6.6 each are 7 each, 4 more than there are slots, and a second round."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, kinds=(replace(rule.kinds[0], num_programs=66),))
-    full, states = rule.kinds[0].block_ns[0], 70 * rule.kinds[0].entries(rule.group_size)
+    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=66),))
+    full, states = rule.tiles[0].block_ns[0], 70 * rule.tiles[0].entries(rule.group_size)
     merged = 2 * rule.launch_ns + states * rule.partial_bytes * 1000 // rule.bytes_per_us
     seen = 304 // 7 // CARD_TIMES.unhidden_part
     assert stage_ns(rule, [[304, 0]] * 10, 0, waves=1) == merged + 2 * (304 * full // 7) + seen
@@ -162,9 +162,9 @@ def test_the_items_of_a_cut_are_counted_as_they_are_emitted() -> None:
 
 def test_a_cut_costs_partial_states_and_a_merge() -> None:
     rule = make_rule(4, 16, 1, shapes=(LOW,))
-    entries = rule.kinds[0].entries(rule.group_size)
+    entries = rule.tiles[0].entries(rule.group_size)
     states = 2 * entries * rule.partial_bytes * 1000 // rule.bytes_per_us
-    full = rule.kinds[0].block_ns[0]
+    full = rule.tiles[0].block_ns[0]
     assert stage_ns(rule, [[16, 0]], 0, waves=1) == 2 * rule.launch_ns + 8 * full + states
     fewer = stage_ns(rule, [[16, 0]], 0, waves=1, num_entries=1)
     assert fewer == 2 * rule.launch_ns + 8 * full + states // entries, "a tile has a state for each of its queries"

@@ -47,30 +47,30 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
     of subtiles, no partial written by an item of the launches that merge, nothing merged by the others, consecutive
     slots."""
     check_tiles(tile_list, batch, rule)
-    num_kinds = len(rule.kinds)
-    assert len(tile_list.counts) == 2 * num_kinds + 1
+    num_heights = len(rule.tiles)
+    assert len(tile_list.counts) == 2 * num_heights + 1
     assert (tile_list.counts[0], tile_list.counts[-1]) == (0, len(tile_list.items))
-    bucket = np.repeat(np.arange(2 * num_kinds), np.diff(tile_list.counts))
+    bucket = np.repeat(np.arange(2 * num_heights), np.diff(tile_list.counts))
     for item, of in zip(tile_list.items, bucket, strict=True):
-        kind = rule.kinds[of % num_kinds]
-        block_segments = kind.block_tokens // rule.segment_size
-        private_segments = kind.private_tokens // rule.segment_size
+        shape = rule.tiles[of % num_heights]
+        block_segments = shape.block_tokens // rule.segment_size
+        private_segments = shape.private_tokens // rule.segment_size
         assert item[SEGMENT_START] <= item[SEGMENT_SHARED_END] <= item[SEGMENT_END] > item[SEGMENT_START]
         assert (item[SEGMENT_SHARED_END] - item[SEGMENT_START]) % block_segments == 0
-        if kind.subtiles > 1 and item[SEGMENT_END] > item[SEGMENT_SHARED_END]:
+        if shape.subtiles > 1 and item[SEGMENT_END] > item[SEGMENT_SHARED_END]:
             masked = tile_list.segments[item[SEGMENT_SHARED_END] : item[SEGMENT_END], 1]
-            rounds = masked.reshape(-1, kind.subtiles * private_segments)
+            rounds = masked.reshape(-1, shape.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
-        slots, parts = (
+        slots, merged = (
             x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots)
         )
-        if of < num_kinds:
-            assert (parts[:, 0] == parts[:, 1]).all()
+        if of < num_heights:
+            assert (merged[:, 0] == merged[:, 1]).all()
         else:
             assert (slots == DIRECT).all()
-            assert (parts[:, 1] > parts[:, 0]).any()
-        assert (parts[:, 1] - parts[:, 0] <= rule.fuse_up_to).all()
+            assert (merged[:, 1] > merged[:, 0]).any()
+        assert (merged[:, 1] - merged[:, 0] <= rule.fuse_up_to).all()
     written = np.sort(tile_list.partial_slots[tile_list.partial_slots != DIRECT])
     assert len(written) == 0 or written[-1] < tile_list.num_slots
 
@@ -93,10 +93,10 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
 ) -> None:
     batch, rule = case[1], replace(unnested(case[0]), uniform=invariant)
     columns = 2 if invariant else 1
-    tallest = max(kind.rows for kind in rule.kinds)
+    tallest = max(tile.rows for tile in rule.tiles)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
     split = UNCUT._replace(
-        num_workers=min(kind.num_programs for kind in rule.kinds),
+        num_workers=min(tile.num_programs for tile in rule.tiles),
         num_kv_heads=rule.num_kv_heads,
         grid=64,
         above_mean=above_mean,
@@ -139,18 +139,18 @@ def capacity_of(batch: StepTables, rule: TilingRule) -> Capacity:
 def test_no_candidate_needs_more_partial_slots_than_it_is_given(case: tuple[TilingRule, StepTables]) -> None:
     """With tiles of one height. So those that fit are the same as with all slots."""
     rule, batch = case
-    for kind in rule.kinds:
-        alone = replace(rule, kinds=(kind,))
-        if not alone.usable():
+    for only in rule.tiles:
+        one = replace(rule, tiles=(only,))
+        if not one.usable():
             continue
-        capacity = capacity_of(batch, alone)
-        limits, roomy = tiling_limits(alone, capacity), tile_limits(alone, capacity)
+        capacity = capacity_of(batch, one)
+        limits, roomy = tiling_limits(one, capacity), tile_limits(one, capacity)
         assert replace(limits, slots=roomy.slots) == roomy and limits.slots <= roomy.slots
-        assert (tiled(alone, batch, limits).fits() == tiled(alone, batch, roomy).fits()).all()
-        for tiling in candidates(alone):
-            ((_, stage),) = stages_of(alone, tiling)
-            most = 4 * stage.num_parts // 3 * min(stage.height, capacity.max_query_tokens)
-            assert tile(alone, tiling, batch).num_slots <= most
+        assert (tiled(one, batch, limits).fits() == tiled(one, batch, roomy).fits()).all()
+        for tiling in candidates(one):
+            ((_, stage),) = stages_of(one, tiling)
+            most = 4 * stage.num_splits // 3 * min(stage.height, capacity.max_query_tokens)
+            assert tile(one, tiling, batch).num_slots <= most
 
 
 def test_some_batch_needs_nearly_all_partial_slots() -> None:
@@ -158,7 +158,7 @@ def test_some_batch_needs_nearly_all_partial_slots() -> None:
     rule = make_rule(16, 64, 6, shapes=(GpuTile(64, 64, 4, 2, 1, (1800, 2000), (1600, 1600)),))
     fine = Tiling(0, waves=4)
     ((_, stage),) = stages_of(rule, fine)
-    assert fine in candidates(rule) and (stage.num_parts, stage.height) == (48, 4)
+    assert fine in candidates(rule) and (stage.num_splits, stage.height) == (48, 4)
     lens = np.array([64 * 300] * 31 + [4] * 17, np.int32)
     table = np.arange(48 * 300, dtype=np.int32).reshape(48, 300)
     batch = StepTables(table, lens, 4 * np.arange(49, dtype=np.int32))
@@ -208,10 +208,10 @@ def test_candidates_hold_at_least_one_query_token() -> None:
     ("cache", "tree"), [((2, 128), "1,256_2048,32"), ((2, 256), "1,256_2048,32"), ((1, 128), "1,1024_2048,32")]
 )
 def test_a_card_that_was_not_timed_reads_a_trunk_in_tall_tiles(cache: tuple[int, int], tree: str) -> None:
-    kinds = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
+    tiles = tuple(tile_config(tile, 108) for tile in decode_tiles(*cache, 4, capability=80))
     rule = replace(
         make_rule(4, 16, 108, num_kv_heads=8),
-        kinds=kinds,
+        tiles=tiles,
         card_times=card_of(GpuFacts("NVIDIA A100", 108, 80, 40 << 20)).model.times,
     )
     batch = as_batch(tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1))
@@ -228,7 +228,7 @@ def test_a_segment_divides_the_page_and_every_block() -> None:
 
 
 def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
-    """Subtiles of 2 queries and 2 segments a block; a list of one item of a plain kind comes first."""
+    """Subtiles of 2 queries and 2 segments a block; a list of one item of a plain tile comes first."""
 
     def segment(place: int, low: int, high: int) -> list[int]:
         return [place, low | high << 8 | 16 << 16, place % 100]
@@ -262,8 +262,8 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, StepT
     forest, lens, starts = forest_of(batch, rule.page_size), batch.seq_lens, batch.query_start_loc
     entries = tiles.make_entries(forest, lens, starts)
     seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.segment_size == 0).all()
-    for kind, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
-        shape, uncut = rule.kinds[kind], stage._replace(num_parts=1)
+    for tile_index, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
+        shape, uncut = rule.tiles[tile_index], stage._replace(num_splits=1)
         counted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.segment_size)
         emitted = tiles.emit_stage(
             forest, entries, batch.block_table, uncut, batch.window, rule.segment_size, rule.page_size

@@ -40,9 +40,9 @@ def make_rule(
     l2_bytes: int = 50 << 20,
 ) -> TilingRule:
     """By default of the tiles for a 16-bit cache."""
-    kinds = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in shapes or decode_tiles(2, 128, group_size))
+    tiles = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in shapes or decode_tiles(2, 128, group_size))
     return TilingRule(
-        kinds=tuple(kinds),
+        tiles=tuple(tiles),
         group_size=group_size,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
@@ -85,7 +85,7 @@ def rules(draw: st.DrawFn, page_size: int, listed: bool = False) -> TilingRule:
 
 def unnested(rule: TilingRule) -> TilingRule:
     """As the packing policies take the tiles."""
-    return replace(rule, kinds=tuple(replace(kind, subtiles=1) for kind in rule.kinds))
+    return replace(rule, tiles=tuple(replace(tile, subtiles=1) for tile in rule.tiles))
 
 
 @st.composite

@@ -135,5 +135,5 @@ def test_a_rule_is_that_of_the_backend_on_the_card_that_measured() -> None:
     (shape,) = shapes_named(MISTRAL)
     rule = family.rule_of(shape, tiles)
     assert rule.card_times == H200.times._replace(bytes_per_us=4_540_000)
-    assert [kind.rows for kind in rule.kinds] == [16, 32, 64] and rule.kinds[-1].block_ns == tiles[-1].block_ns
+    assert [tile.rows for tile in rule.tiles] == [16, 32, 64] and rule.tiles[-1].block_ns == tiles[-1].block_ns
     assert rule.group_size == 12

@@ -23,24 +23,24 @@ from trunkattn.planner.work_list import (
 
 def list_ns(rule: TilingRule, tiles: TileList) -> int:
     """Predicted time of a tile list in ns: its launches one after the other, and its merge."""
-    num_kinds, bounds = len(rule.kinds), tiles.counts.tolist()
+    num_heights, bounds = len(rule.tiles), tiles.counts.tolist()
     time_ns = rule.launch_ns if len(tiles.merge_queries) else 0
     for bucket, (start, end) in enumerate(pairwise(bounds)):
         if end > start:
-            time_ns += _launch_ns(rule, tiles, bucket % num_kinds, tiles.items[start:end].astype(np.int64))
+            time_ns += _launch_ns(rule, tiles, bucket % num_heights, tiles.items[start:end].astype(np.int64))
     return time_ns
 
 
-def _launch_ns(rule: TilingRule, tiles: TileList, kind: int, items: NDArray[np.int64]) -> int:
+def _launch_ns(rule: TilingRule, tiles: TileList, tile_index: int, items: NDArray[np.int64]) -> int:
     """Predicted time of the items of a tile, without the merge."""
-    costs, shape = rule.priced.costs, rule.kinds[kind]
-    tile = tile_times(costs, kind)
+    costs, shape = rule.priced.costs, rule.tiles[tile_index]
+    tile = tile_times(costs, tile_index)
     stage = Stage(
         height=shape.entries(rule.group_size),
         least=1,
         below=1,
         block_segments=shape.block_tokens // rule.segment_size,
-        num_parts=0,
+        num_splits=0,
         subtiles=shape.subtiles,
         private_segments=shape.private_tokens // rule.segment_size,
     )

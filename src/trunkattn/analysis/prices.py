@@ -185,7 +185,7 @@ class Prices:
             tokens = np.minimum(batch.seq_lens, window).sum()
             alone = float(self.flash_us(tokens, seen_tokens(batch, window)))
         else:
-            lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.alone]
+            lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.per_query]
             alone = float(predicted[lone].min()) / 1e3
         return AttentionTimes(alone, float(predicted.min()) / 1e3)
 

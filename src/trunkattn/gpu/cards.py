@@ -9,6 +9,7 @@ from trunkattn.planner.device import CardTimes
 
 E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"
 _HAS_E4M3: Final = 89  # compute capability
+_OLDEST: Final = 80  # compute capability from which on the portable kernels run
 HOPPER: Final = 90  # compute capability of the cards on which the tiles were timed, and of the Hopper kernels
 
 
@@ -133,6 +134,13 @@ class Card:
     def has_e4m3(self) -> bool:
         """Whether it converts float8_e4m3fn."""
         return self.capability >= _HAS_E4M3
+
+    @property
+    def why_too_old(self) -> list[str]:
+        """Why no kernel runs here at all; empty: some do."""
+        if self.capability >= _OLDEST:
+            return []
+        return ["compute capability {}.{}: expected 8.0 or later".format(*divmod(self.capability, 10))]
 
     @property
     def why_not_hopper(self) -> list[str]:

@@ -46,7 +46,7 @@ class ChunkPlanner:
         self.tile, self._config = tile, config
         device = prefill_device(num_sms, tile)
         self._planner = make_planner(config, device)
-        self._alone = self._planner.spec
+        self._unshared = self._planner.spec
         self._whole = make_planner(config, replace(device, num_workers=1)).spec  # of one slot: nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
@@ -102,12 +102,12 @@ class ChunkPlanner:
         planned = self._planner.plan(chunks)
         if self._config.policy != "auto" or planned.policy == "per_query":
             return planned
-        alone, rule = self._planner.plan_unshared(chunks, self._alone, ""), planned.spec.rule
-        times = [int(work_time(rule, it.work.items, it.work.num_slots)) for it in (planned, alone)]
+        unshared, rule = self._planner.plan_unshared(chunks, self._unshared, ""), planned.spec.rule
+        times = [int(work_time(rule, it.work.items, it.work.num_slots)) for it in (planned, unshared)]
         if times[1] >= times[0]:
             return planned
         share = 100 * times[1] // times[0]
-        return replace(alone, reason=f"{share} % of the predicted time of {planned.policy}: too few items to share")
+        return replace(unshared, reason=f"{share} % of the predicted time of {planned.policy}: too few items to share")
 
 
 def no_room(policy: str, broken: list[str]) -> str:

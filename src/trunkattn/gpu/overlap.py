@@ -115,9 +115,9 @@ class Overlap:
     def choose(self, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
         """Which items of a tile list of low tiles alone to co-schedule."""
         items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
-        kind, stage = self.leftover
+        tile_index, stage = self.leftover
         return Overlapped(
-            *choose_overlap(items, tiles.num_slots, chunks, self.costs, stage, kind, self.rule.priced.costs)
+            *choose_overlap(items, tiles.num_slots, chunks, self.costs, stage, tile_index, self.rule.priced.costs)
         )
 
 
@@ -135,9 +135,9 @@ def overlap_candidates(
         group_size: query heads of a KV head.
     """
     low = [number for number in numbers if tilings[number].tall is None and tilings[number].low == 0]
-    alone = [number for number in low if tilings[number].alone] if group_size <= hopper.BOTH_NARROW_ROWS else []
+    per_query = [number for number in low if tilings[number].per_query] if group_size <= hopper.BOTH_NARROW_ROWS else []
     found = list[int]()
-    for some in (low, alone):
+    for some in (low, per_query):
         if some:
             finest = max([tilings[number].waves for number in some])
             found.append(min(some, key=times.__getitem__))

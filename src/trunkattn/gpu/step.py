@@ -114,9 +114,9 @@ class GpuStep:
             if self.chunks:
                 return None
             return replace(self, gpu_plan=self.gpu_plan.without_chunks()) if self.gpu_plan.chunks else self
-        is_alone = self.tiles.kv_tokens is not None and self.chunks is not None and self.num_decodes == 0
+        is_all = self.tiles.kv_tokens is not None and self.chunks is not None and self.num_decodes == 0
         # chunks that the host plans may be cut, and then other kernels merge them
-        return replace(self, gpu_plan=self.gpu_plan.chunks_alone) if is_alone else None
+        return replace(self, gpu_plan=self.gpu_plan.chunks_alone) if is_all else None
 
     @property
     def counters(self) -> Counters:
@@ -153,12 +153,12 @@ def with_reasons(stats: PlanStats, reasons: tuple[str, ...]) -> PlanStats:
 def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, described: tuple[str, str]) -> PlanStats:
     """Statistics of rows of tiles. A trunk that several tiles read leaves memory once; the others find it in the L2
     cache. described: policy and reason."""
-    kinds, counts = rule.kinds, np.diff(tile_list.counts)
+    heights, counts = len(rule.tiles), np.diff(tile_list.counts)
     tiles = {
-        f"{kind.rows}x{kind.block_tokens}": int(counts[i] + counts[i + len(kinds)]) for i, kind in enumerate(kinds)
+        f"{tile.rows}x{tile.block_tokens}": int(counts[i] + counts[i + heights]) for i, tile in enumerate(rule.tiles)
     }
     read = int((tile_list.segments[:, 1] >> 16).sum())
-    tallest = kinds[-1].entries(rule.group_size)
+    tallest = rule.tiles[-1].entries(rule.group_size)
     unshared = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
     items = len(tile_list.items)
     return PlanStats(read, unshared, items, items, tiles, *described)

@@ -136,8 +136,8 @@ class PackPlanner:
         config, capacity = parts.config, parts.capacity
         if capacity:
             tokens = capacity.max_pages_per_request * config.page_size
-            pieces = -(-tokens // INVARIANT_SPAN_TOKENS) + 1 if config.batch_invariant else 0
-            self.limits = tile_limits(parts.rule, capacity, pieces)
+            num_partials = -(-tokens // INVARIANT_SPAN_TOKENS) + 1 if config.batch_invariant else 0
+            self.limits = tile_limits(parts.rule, capacity, num_partials)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
@@ -181,7 +181,7 @@ def make_rule(
     num_groups = head_groups(config, tiles)
     fuses = may_fuse and tiles[0].merges and not config.batch_invariant
     return TilingRule(
-        kinds=tuple(tile_config(tile, card.num_sms, key_bytes) for tile in tiles),
+        tiles=tuple(tile_config(tile, card.num_sms, key_bytes) for tile in tiles),
         group_size=config.num_qo_heads // num_groups,
         num_kv_heads=num_groups,
         page_size=config.page_size,

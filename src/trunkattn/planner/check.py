@@ -150,10 +150,10 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: 
     reads = _Reads(batch)
     buckets = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts))
     for item in range(len(tiles.items)):
-        _check_tile(tiles, item, int(buckets[item]) % len(rule.kinds), batch, rule, reads)
+        _check_tile(tiles, item, int(buckets[item]) % len(rule.tiles), batch, rule, reads)
     reads.check()
     _check_tile_slots(tiles)
-    assert tiles.counts[-1] == tiles.counts[len(rule.kinds) + 1], "an item of a taller tile than the lowest merges"
+    assert tiles.counts[-1] == tiles.counts[len(rule.tiles) + 1], "an item of a taller tile than the lowest merges"
     final = np.concatenate([tiles.queries[tiles.partial_slots == DIRECT], tiles.merge_queries])
     assert np.array_equal(np.sort(final), np.arange(len(reads.row_of))), "a query's output is not written exactly once"
     if in_spans:
@@ -167,7 +167,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: 
 
 def _check_spans(tiles: TileList, rule: TilingRule) -> None:
     """Items lie in spans, begin with a block, and come first if they end with a span."""
-    per_span, block_segments = SPAN_TOKENS // rule.segment_size, rule.kinds[0].block_tokens // rule.segment_size
+    per_span, block_segments = SPAN_TOKENS // rule.segment_size, rule.tiles[0].block_tokens // rule.segment_size
     start, end = tiles.items[:, SEGMENT_START], tiles.items[:, SEGMENT_END]
     across = np.flatnonzero(start // per_span != (end - 1) // per_span)
     assert len(across) == 0, f"item {across[0]} has segments of several spans"
@@ -177,14 +177,16 @@ def _check_spans(tiles: TileList, rule: TilingRule) -> None:
     assert len(late) == 0, f"item {late[0] + 1} ends with its span, and the item before it does not"
 
 
-def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule: TilingRule, reads: _Reads) -> None:
-    """Counts what one item reads. height: the number of its tile's kind."""
-    kind = rule.kinds[height]
+def _check_tile(
+    tiles: TileList, item: int, tile_index: int, batch: StepTables, rule: TilingRule, reads: _Reads
+) -> None:
+    """Counts what one item reads. tile_index: of its tile in the rule's."""
+    tile = rule.tiles[tile_index]
     start, shared_end, end = tiles.items[item, [SEGMENT_START, SEGMENT_SHARED_END, SEGMENT_END]].tolist()
     queries = tiles.queries[tiles.items[item, QUERY_START] : tiles.items[item, QUERY_END]]
-    holds = kind.entries(rule.group_size)
+    holds = tile.entries(rule.group_size)
     assert len(queries) <= holds, f"item {item} has {len(queries)} queries, but its tile holds {holds}"
-    per_subtile, per_block = holds // kind.subtiles, kind.private_tokens // rule.segment_size
+    per_subtile, per_block = holds // tile.subtiles, tile.private_tokens // rule.segment_size
     for at in range(start, end):
         segment = _unpack(tiles.segments[at])
         first, last = segment.first_query, segment.end_query
@@ -192,8 +194,8 @@ def _check_tile(tiles: TileList, item: int, height: int, batch: StepTables, rule
             assert (first, last) == (0, len(queries)), (
                 f"item {item} has a full segment that is not for all of its queries"
             )
-        elif kind.subtiles > 1:  # the segment is one subtile's: `tiles.layout` nests them
-            subtile = (at - shared_end) // per_block % kind.subtiles
+        elif tile.subtiles > 1:  # the segment is one subtile's: `tiles.layout` nests them
+            subtile = (at - shared_end) // per_block % tile.subtiles
             first, last = max(first, subtile * per_subtile), min(last, (subtile + 1) * per_subtile)
         tokens = np.arange(segment.position, segment.position + segment.num_tokens)
         for query in queries[first:last]:

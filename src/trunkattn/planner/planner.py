@@ -90,10 +90,10 @@ class Planned:
         items, batch = self.work.items, self.batch
         tokens_read = int((items[:, KV_END].astype(np.int64) - items[:, KV_START]).sum())
         per_tile = self.spec.model.queries_per_tile
-        tokens_alone = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
+        tokens_unshared = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, per_tile))
         return PlanStats(
             kv_tokens_read=tokens_read,
-            kv_tokens_per_query=tokens_alone,
+            kv_tokens_per_query=tokens_unshared,
             num_packs=self.num_packs,
             num_work_items=len(items),
             tiles={self.spec.tile_name: len(items)},

@@ -31,7 +31,7 @@ class TrainingConfig(NamedTuple):
 
 def refuses(config: TrainingConfig, card: Card) -> list[str]:
     """Why the kernels do not compute an attention on a card; empty: they do."""
-    reasons = []
+    reasons = card.why_too_old
     if config.dtype not in DTYPES:
         reasons.append(f"dtype {config.dtype}: expected one of {', '.join(map(str, DTYPES))}")
     for name, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):

@@ -40,7 +40,6 @@ def set_card(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BatchAttention", DeviceAttention)
     monkeypatch.setattr(cuda, "DeviceTables", HostTables)
     monkeypatch.setattr(warm_up, "compiled_together", nullcontext)  # a CPU compiles nothing
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

@@ -34,7 +34,7 @@ from trunkattn.gpu.device_planner.common import (
 )
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
-from trunkattn.gpu.device_planner.stats import tokens_alone
+from trunkattn.gpu.device_planner.stats import tokens_unshared
 from trunkattn.gpu.device_planner.tile_list import Pages, PlanArrays, store_segments
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
@@ -140,7 +140,7 @@ def _first_span(position, window):
 
 
 @triton.jit
-def _pieces(position, window):
+def _num_partials(position, window):
     """Spans that a query token sees."""
     return position // _SPAN + 1 - _first_span(position, window)
 
@@ -152,18 +152,18 @@ def _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZE
     for begin in range(0, num_entries, SIZES.block):
         at = begin + tl.arange(0, SIZES.block)
         used = at < num_entries
-        pieces = _pieces(tl.load(entries.position + at, mask=used, other=0), window)
-        pieces = tl.where(used & (pieces > 1), pieces, 0)
-        is_split = (pieces > 0).to(tl.int32)
-        first = num_slots + tl.cumsum(pieces, 0) - pieces
+        partials = _num_partials(tl.load(entries.position + at, mask=used, other=0), window)
+        partials = tl.where(used & (partials > 1), partials, 0)
+        is_split = (partials > 0).to(tl.int32)
+        first = num_slots + tl.cumsum(partials, 0) - partials
         place = merged + tl.cumsum(is_split, 0) - is_split
-        write = (pieces > 0) & (place < limits.merged)
+        write = (partials > 0) & (place < limits.merged)
         tl.store(spans.first_slot + at, first, mask=used)
         tl.store(plan.merge_queries + place, tl.load(entries.token + at, mask=used, other=0), mask=write)
         tl.store(plan.merge_ranges + 2 * place, tl.minimum(first, limits.slots), mask=write)
-        tl.store(plan.merge_ranges + 2 * place + 1, tl.minimum(first + pieces, limits.slots), mask=write)
+        tl.store(plan.merge_ranges + 2 * place + 1, tl.minimum(first + partials, limits.slots), mask=write)
         merged += tl.sum(is_split, 0)
-        num_slots += tl.sum(pieces, 0)
+        num_slots += tl.sum(partials, 0)
     flag(status, tl.where(num_slots > limits.slots, MANY_SLOTS, 0))
     tl.store(plan.counts + 3, tl.minimum(merged, limits.merged))
 
@@ -173,7 +173,7 @@ def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
     """The tokens that are read if every request reads its own; those that are read, which are added up later, are 0."""
     tl.store(summary, tl.zeros([], tl.int64))
     tl.store(summary + 1, tl.zeros([], tl.int64))
-    tl.store(summary + 2, tokens_alone(tables, bounds, window, SIZES))
+    tl.store(summary + 2, tokens_unshared(tables, bounds, window, SIZES))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -240,7 +240,7 @@ def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, S
         position = tl.load(entries.position + at, mask=used, other=0)
         listed = scan.sees & (place < limits.queries)
         slot = tl.load(spans.first_slot + at, mask=used, other=0) + span - _first_span(position, window)
-        slot = tl.where(_pieces(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
+        slot = tl.where(_num_partials(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
         tl.store(plan.queries + place, tl.load(entries.token + at, mask=used, other=0), mask=listed)
         tl.store(plan.partial_slots + place, slot, mask=listed)
         tl.store(plan.merge_slots + 2 * place, 0, mask=listed)

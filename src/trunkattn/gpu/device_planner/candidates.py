@@ -45,7 +45,7 @@ class Candidates:
     fuse_up_to: int
 
     @property
-    def num_kinds(self) -> int:
+    def num_heights(self) -> int:
         """Tiles of the rule."""
         return len(self.costs.tiles)
 
@@ -66,14 +66,14 @@ def candidates_of(rule: TilingRule) -> Candidates:
     )
 
 
-def _pass_of(rule: TilingRule, stage: int, kind: int, num_parts: int) -> Pass:
+def _pass_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> Pass:
     """A launch of a candidate. A stage of -1 is no launch, and the shape of another stage stands in."""
     shape = Stage(*rule.priced.stages[max(stage, 0)].tolist())
-    tile = rule.kinds[max(kind, 0)]
+    tile = rule.tiles[max(tile_index, 0)]
     return Pass(
         stage=stage,
-        kind=kind,
-        num_parts=num_parts,
+        tile_index=tile_index,
+        num_splits=num_splits,
         height=shape.height,
         block_segments=shape.block_segments,
         subtiles=shape.subtiles,
@@ -99,8 +99,8 @@ def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
         stage_lanes=power_of_two(len(stages)),
         candidates=len(candidates.passes),
         candidate_lanes=power_of_two(len(candidates.passes)),
-        kinds=candidates.num_kinds,
-        bucket_lanes=power_of_two(2 * candidates.num_kinds + 1),
+        heights=candidates.num_heights,
+        bucket_lanes=power_of_two(2 * candidates.num_heights + 1),
         fuse_up_to=candidates.fuse_up_to,
         nodes=nodes,
         most_least=power_of_two(least),

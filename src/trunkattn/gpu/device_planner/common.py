@@ -30,7 +30,7 @@ MANY_SEGMENTS = tl.constexpr(16)
 MANY_QUERIES = tl.constexpr(32)
 MANY_SLOTS = tl.constexpr(64)
 
-NUM_PIECES = tl.constexpr(3)  # arrays of `pieces`; see `items.PieceArrays`
+NUM_PARTIALS = tl.constexpr(3)  # arrays of `partials`; see `items.PartialArrays`
 
 # Numbers that change from batch to batch: a launch is not compiled again for others. Triton would ignore this for
 # numbers in a tuple.
@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
     stage_lanes: int  # vector of all stages
     candidates: int
     candidate_lanes: int
-    kinds: int
+    heights: int
     bucket_lanes: int
     fuse_up_to: int  # partials that an item may merge
     nodes: int  # of a tile: two for each entry

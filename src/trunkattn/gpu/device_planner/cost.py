@@ -22,8 +22,8 @@ class Pass(NamedTuple):
     """One of the two launches of a candidate: a stage, and how it is cut. The table of passes has these columns."""
 
     stage: Any  # -1: the candidate has no such launch
-    kind: Any  # of its tile
-    num_parts: Any  # items wanted
+    tile_index: Any  # of its tile in the rule's; -1: the pass has no stage
+    num_splits: Any  # items wanted
     height: Any
     block_segments: Any
     subtiles: Any
@@ -60,8 +60,8 @@ def load_pass(passes, number):
     row = passes + number * PASS_COLUMNS
     return Pass(
         stage=tl.load(row),
-        kind=tl.load(row + 1),
-        num_parts=tl.load(row + 2),
+        tile_index=tl.load(row + 1),
+        num_splits=tl.load(row + 2),
         height=tl.load(row + 3),
         block_segments=tl.load(row + 4),
         subtiles=tl.load(row + 5),
@@ -71,8 +71,8 @@ def load_pass(passes, number):
 
 
 @triton.jit
-def _load_tile(tiles, kind):
-    row = tiles + tl.maximum(kind, 0) * _TILE_COLUMNS
+def _load_tile(tiles, tile_index):
+    row = tiles + tl.maximum(tile_index, 0) * _TILE_COLUMNS
     return TileTimes(
         full_ns=tl.load(row),
         masked_ns=tl.load(row + 1),
@@ -85,7 +85,7 @@ def _load_tile(tiles, kind):
 
 
 @triton.jit
-def num_parts_of(segments, step):
+def num_splits_of(segments, step):
     """Items of a tile, of `step` segments each."""
     return tl.cdiv(segments, step)
 
@@ -94,7 +94,7 @@ class _Sums(NamedTuple):
     """Three sums and two maxima over the items of a pass."""
 
     work_ns: Any
-    partials: Any  # entries of the parts of tiles that are cut
+    partials: Any  # entries of the splits of tiles that are cut
     slots: Any  # entries that leave partial states, as far as a plan must hold them
     max_item_ns: Any
     max_chain_ns: Any
@@ -124,9 +124,9 @@ def _load_tiles(arrays, tile, end):
 
 
 @triton.jit
-def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_starts, SIZES: tl.constexpr):
-    """(number of items, sums over them) of a pass whose items have `share` segments. is_alone: the candidate has no
-    other pass. item_starts: items before each tile, which are stored."""
+def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, item_starts, SIZES: tl.constexpr):
+    """(number of items, sums over them) of a pass whose items have `share` segments. has_one_pass: the candidate has
+    no other one. item_starts: items before each tile, which are stored."""
     BLOCK: tl.constexpr = SIZES.candidate_block
     num_items = tl.zeros([], tl.int32)
     work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -137,16 +137,16 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, is_alone, item_st
         used = tile < num_tiles
         full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
         segments = tl.where(used, loaded.segments, 0)
-        parts = num_parts_of(segments, step_of(segments, share, a_pass.block_segments))
-        ends = num_items + tl.cumsum(parts, 0)
-        tl.store(item_starts + tile, ends - parts, mask=used)
+        splits = num_splits_of(segments, step_of(segments, share, a_pass.block_segments))
+        ends = num_items + tl.cumsum(splits, 0)
+        tl.store(item_starts + tile, ends - splits, mask=used)
         num_items = tl.max(ends, 0)
         rows = tl.minimum(a_pass.height, tl.maximum(num_entries - tile * a_pass.height, 0))
-        slots += tl.where((parts > 1) | (is_alone == 0), parts * rows, 0)
-        partials += tl.where(parts > 1, parts * rows, 0)
-        cost = item_ns(full, masked, parts, a_pass.subtiles, times.full_ns, times.masked_ns)
-        chain = item_ns(full, masked, parts, a_pass.subtiles, times.full_chain_ns, times.masked_chain_ns)
-        work += cost * parts
+        slots += tl.where((splits > 1) | (has_one_pass == 0), splits * rows, 0)
+        partials += tl.where(splits > 1, splits * rows, 0)
+        cost = item_ns(full, masked, splits, a_pass.subtiles, times.full_ns, times.masked_ns)
+        chain = item_ns(full, masked, splits, a_pass.subtiles, times.full_chain_ns, times.masked_chain_ns)
+        work += cost * splits
         max_item, max_chain = tl.maximum(max_item, cost), tl.maximum(max_chain, chain)
         tile += BLOCK
         loaded = _load_tiles(arrays, tile, num_tiles)
@@ -160,8 +160,10 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
     a_pass = load_pass(choice.passes, number)
-    times = _load_tile(costs.tiles, a_pass.kind)
-    is_alone = tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0  # the second pass has no stage
+    times = _load_tile(costs.tiles, a_pass.tile_index)
+    has_one_pass = (
+        tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0
+    )  # the second pass has no stage
     is_allowed = tl.load(choice.allowed + tl.program_id(0)) != 0
     trigger_and_wait(PDL)  # the tables were there before
     num_entries = tl.load(counts_of(status).num_entries)
@@ -175,7 +177,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    share = share_of(total.segments, num_tiles, a_pass.num_parts, a_pass.block_segments).to(tl.int32)
+    share = share_of(total.segments, num_tiles, a_pass.num_splits, a_pass.block_segments).to(tl.int32)
     num_items, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,
@@ -183,13 +185,13 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         share,
         a_pass,
         times,
-        is_alone,
+        has_one_pass,
         choice.item_starts + number * SIZES.tokens,
         SIZES,
     )
     tl.store(choice.share + number, share)
     tl.store(choice.num_items + number, num_items)
-    is_last = is_alone | (tl.program_id(1) == 1)
+    is_last = has_one_pass | (tl.program_id(1) == 1)
     load = StageLoad(
         num_items=num_items,
         work_ns=sums.work_ns,
@@ -200,7 +202,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),
     )
     time = tl.where(total.segments > 0, load_ns(load, times, costs, a_pass.subtiles == 1, is_last), 0)
-    part = tl.where(is_alone, 1, 2)  # of the limits
+    part = tl.where(has_one_pass, 1, 2)  # of the limits
     fits = (num_items <= limits.items // part) & (sums.slots <= limits.slots // part)
     fits = fits & (listed_segments(total.segments, num_items, a_pass) <= limits.segments // part)
     tl.store(choice.times + number, tl.where(fits & is_allowed, time, NEVER))

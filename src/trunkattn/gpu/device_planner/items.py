@@ -1,7 +1,7 @@
 """Planning on the device, fourth step: the items, and which of them merge (`planner.tiles.layout`: `emit_stage`,
 `nest`, `finish`).
 
-Items are numbered as the host emits them: by pass, tile and part. Of each it is enough to know which segments of its
+Items are numbered as the host emits them: by pass, tile and split. Of each it is enough to know which segments of its
 tile it takes; which queries those concern, and how many of them lead without a mask, follows from the tile's nodes.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import BIG, MANY_ITEMS, NUMBERS, counts_of, flag, trigger_and_wait
-from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_parts_of
+from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_splits_of
 from trunkattn.gpu.device_planner.formulas import step_of
 from trunkattn.gpu.device_planner.layout import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
@@ -39,8 +39,8 @@ class Item(NamedTuple):
 ITEM_FIELDS = tl.constexpr(len(Item._fields))
 
 
-class PieceArrays(NamedTuple):
-    """Arrays by query token: how many pieces its result comes in."""
+class PartialArrays(NamedTuple):
+    """Arrays by query token: how many partials it has."""
 
     tall: Any  # items of the candidate's first pass that hold it
     low: Any  # of its second pass
@@ -48,10 +48,10 @@ class PieceArrays(NamedTuple):
 
 
 class WorkArrays(NamedTuple):
-    """items [ITEM_FIELDS, limits.items]; pieces [fields of PieceArrays, tokens]; summary [3] of the plan."""
+    """items [ITEM_FIELDS, limits.items]; partials [fields of PartialArrays, tokens]; summary [3] of the plan."""
 
     items: Any
-    pieces: Any
+    partials: Any
     summary: Any
 
 
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
     num_items: Any
     share: Any  # segments of an item
     stage: Any
-    kind: Any
+    tile_index: Any
     height: Any
     block_segments: Any
     subtiles: Any
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
     subtile_entries: Any
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """What an item takes of its tile; see `Item`."""
 
     low: Any
@@ -136,16 +136,16 @@ def _store_item(to, item):
 
 
 @triton.jit
-def piece_arrays(pieces, TOKENS: tl.constexpr):
+def partial_arrays(partials, TOKENS: tl.constexpr):
     """The arrays by query token."""
-    return PieceArrays(pieces, pieces + TOKENS, pieces + 2 * TOKENS)
+    return PartialArrays(partials, partials + TOKENS, partials + 2 * TOKENS)
 
 
 @triton.jit
-def count_pieces(pieces, token, used):
-    """Pieces of query tokens, 0 where one item writes the final output."""
-    count = tl.load(pieces.tall + token, mask=used, other=0)
-    count += tl.load(pieces.low + token, mask=used, other=0)
+def count_partials(partials, token, used):
+    """Partials of query tokens, 0 where one item writes the final output."""
+    count = tl.load(partials.tall + token, mask=used, other=0)
+    count += tl.load(partials.low + token, mask=used, other=0)
     return tl.where(count > 1, count, 0)
 
 
@@ -156,7 +156,7 @@ def _load_cut(choice, number):
         num_items=tl.load(choice.num_items + number),
         share=tl.load(choice.share + number),
         stage=one.stage,
-        kind=one.kind,
+        tile_index=one.tile_index,
         height=one.height,
         block_segments=one.block_segments,
         subtiles=one.subtiles,
@@ -172,7 +172,7 @@ def _select(condition, a, b):
         num_items=tl.where(condition, a.num_items, b.num_items),
         share=tl.where(condition, a.share, b.share),
         stage=tl.where(condition, a.stage, b.stage),
-        kind=tl.where(condition, a.kind, b.kind),
+        tile_index=tl.where(condition, a.tile_index, b.tile_index),
         height=tl.where(condition, a.height, b.height),
         block_segments=tl.where(condition, a.block_segments, b.block_segments),
         subtiles=tl.where(condition, a.subtiles, b.subtiles),
@@ -189,7 +189,7 @@ def touches(node, low, subtile, subtile_entries):
 
 
 @triton.jit
-def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
+def _split_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
     """What the segments [begin, end) of a tile concern. arrays: of its nodes."""
     k = tl.arange(0, SIZES.nodes)
     node = load_nodes(arrays, k, k < 2 * rows)
@@ -210,12 +210,12 @@ def _part_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
             its_own = touches(node, low, subtile, cut.subtile_entries) & (subtile < cut.subtiles)
             longest = tl.maximum(longest, tl.sum(tl.where(its_own, left, 0), 0))
         size = full + tl.cdiv(longest, cut.private_segments) * cut.private_segments * cut.subtiles
-    return Part(low, high, full, size)
+    return Split(low, high, full, size)
 
 
 @triton.jit
-def _tall_pieces(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, PARTS: tl.constexpr):
-    """Items of the candidate's first pass that hold each entry of [first, end), a few parts of a tile at a time."""
+def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, SPLITS: tl.constexpr):
+    """Items of the candidate's first pass that hold each entry of [first, end), a few splits of a tile at a time."""
     k = tl.arange(0, SIZES.nodes)
     ENTRIES: tl.constexpr = SIZES.nodes // 2
     found = tl.zeros([ENTRIES], tl.int32)
@@ -227,8 +227,8 @@ def _tall_pieces(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, 
         node_begin, node_end = node.offset[:, None], (node.offset + node.segments)[:, None]
         segments = tl.load(segments_of + tile)
         step = step_of(segments, cut.share, cut.block_segments)
-        for part in range(0, num_parts_of(segments, step), PARTS):
-            from_segment = (part + tl.arange(0, PARTS)[None, :]) * step
+        for split in range(0, num_splits_of(segments, step), SPLITS):
+            from_segment = (split + tl.arange(0, SPLITS)[None, :]) * step
             is_here = tl.maximum(node_begin, from_segment) < tl.minimum(node_end, from_segment + step)
             low = begin + tl.min(tl.where(is_here, node.first[:, None], 255), 0)
             high = begin + tl.max(tl.where(is_here, node.stop[:, None], 0), 0)
@@ -262,9 +262,9 @@ def items_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every item of the chosen candidate, and the pieces of each query token. Only a low tile that is not cut can hold
-    the last piece of all its queries when there are others, and, of the lowest kind, merge them. The last program,
-    which often has no item, sums up the plan."""
+    """Writes every item of the chosen candidate, and counts the partials of each query token. Only a low tile that is
+    not cut can hold the last partial of all its queries when there are others, and, if it is the lowest tile, merge
+    them. The last program, which often has no item, sums up the plan."""
     trigger_and_wait(PDL)
     candidate = chosen(choice.times, SIZES)
     counts = counts_of(status)
@@ -277,7 +277,7 @@ def items_kernel(
     if tl.program_id(0) == tl.num_programs(0) - 1:
         bounds = Bounds(num_rows, num_columns, limits.max_query_len)
         summarize(candidate, tables, bounds, window, choice.passes, layout.totals, work.summary, SIZES)
-    of_token = piece_arrays(work.pieces, SIZES.tokens)
+    of_token = partial_arrays(work.partials, SIZES.tokens)
     ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         nth = tl.where(item >= tall.num_items, 1, 0)
@@ -293,18 +293,20 @@ def items_kernel(
         step = step_of(segments, cut.share, cut.block_segments)
         begin = (item - tile_item) * step
         end = tl.minimum(begin + step, segments)
-        part = _part_of(node_arrays(layout.nodes + its_nodes, SIZES.tokens), rows, begin, end, cut, SIZES)
-        holds = (part.low <= i) & (i < part.high)
+        split = _split_of(node_arrays(layout.nodes + its_nodes, SIZES.tokens), rows, begin, end, cut, SIZES)
+        holds = (split.low <= i) & (i < split.high)
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
-        if (nth == 1) & (num_parts_of(segments, step) == 1) & (cut.kind == 0):
-            others = _tall_pieces(entry + i, entry + part.low, entry + part.high, tall, num_entries, layout, SIZES, 16)
+        if (nth == 1) & (num_splits_of(segments, step) == 1) & (cut.tile_index == 0):
+            others = _tall_partials(
+                entry + i, entry + split.low, entry + split.high, tall, num_entries, layout, SIZES, 16
+            )
             others = tl.where(holds, others, 0)
             most = tl.max(others, 0)
             merges = ((most > 0) & (most <= SIZES.fuse_up_to)).to(tl.int32)
             is_fused = tl.where(merges > 0, others, 0) > 0
             tl.store(of_token.fused + token, tl.full([ENTRIES], 1, tl.int32), mask=is_fused)
-        bucket = cut.kind + merges * SIZES.kinds
+        bucket = cut.tile_index + merges * SIZES.heights
         _store_item(
             item_arrays(work.items + item, limits.items),
             Item(
@@ -313,10 +315,10 @@ def items_kernel(
                 tile_item=tile_item,
                 begin=begin,
                 end=end,
-                low=part.low,
-                high=part.high,
-                full=part.full,
-                size=part.size,
+                low=split.low,
+                high=split.high,
+                full=split.full,
+                size=split.size,
                 bucket=bucket,
                 nodes=its_nodes,
                 rows=rows,

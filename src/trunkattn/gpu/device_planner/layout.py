@@ -87,7 +87,7 @@ def load_stage(stages, stage):
         least=tl.load(row + 1),
         below=tl.load(row + 2),
         block_segments=tl.load(row + 3),
-        num_parts=tl.load(row + 4),
+        num_splits=tl.load(row + 4),
         subtiles=tl.load(row + 5),
         private_segments=tl.load(row + 6),
     )

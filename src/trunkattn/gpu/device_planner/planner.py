@@ -102,7 +102,7 @@ class DevicePlanner:
             "entry_row": (tokens,),
             "entry_length": (tokens,),
             "entry_shared": (tokens,),
-            "pieces": (common.NUM_PIECES.value, tokens),
+            "partials": (common.NUM_PARTIALS.value, tokens),
             "nodes": (stages, layout.NODE_FIELDS.value, 2 * tokens),
             "tiles": (stages, layout.TILE_FIELDS.value, tokens),
             "num_items": (candidates, 2),
@@ -199,7 +199,7 @@ class DevicePlanner:
         b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
         num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
         launch(prefix_forest.hash_kernel, (sizes.rows + 1,))(
-            *(tables, num_rows, num_columns, row_stride, window, b["hashes"], b["pieces"], b["totals"]),
+            *(tables, num_rows, num_columns, row_stride, window, b["hashes"], b["partials"], b["totals"]),
             *(arrays.status, limits),
             SIZES=sizes,
             num_warps=8,
@@ -244,7 +244,7 @@ class DevicePlanner:
     def _emit(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """The items, and the plan's arrays."""
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
-        work = items.WorkArrays(self._buffers["items"], self._buffers["pieces"], plan.summary)
+        work = items.WorkArrays(self._buffers["items"], self._buffers["partials"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
         num_ctas = min(limits.items, self._card.num_sms * min(8, -(-sizes.tokens // 256)))
         launch(items.items_kernel, (num_ctas,))(

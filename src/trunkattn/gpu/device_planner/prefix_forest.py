@@ -17,7 +17,7 @@ from trunkattn.gpu.device_planner.common import (
     BAD_QUERIES,
     BIG,
     LONG_SEQUENCE,
-    NUM_PIECES,
+    NUM_PARTIALS,
     NUMBERS,
     counts_of,
     flag,
@@ -99,7 +99,7 @@ def hash_kernel(
     row_stride,
     window,
     hashes,
-    pieces,
+    partials,
     totals,
     status,
     limits,
@@ -107,7 +107,7 @@ def hash_kernel(
     PDL: tl.constexpr,
 ):
     """hashes [columns, rows] int64: equal where two rows have equal pages up to a column. One program for each row,
-    which also looks for values that break a bound; the last one counts the batch. pieces and totals are set to zero."""
+    which also looks for values that break a bound; the last one counts the batch. partials and totals become zero."""
     trigger_and_wait(PDL)
     row = tl.program_id(0)
     HASHED: tl.constexpr = SIZES.hashed
@@ -115,9 +115,9 @@ def hash_kernel(
     pages, column = tables.block_table + row.to(tl.int64) * row_stride, tl.arange(0, HASHED)
     # The first pages are loaded before the length is there.
     page = tl.load(pages + column, mask=column < tl.where(row < num_rows, num_columns, 0), other=0)
-    for begin in range(row * HASHED, NUM_PIECES * SIZES.tokens, tl.num_programs(0) * HASHED):
+    for begin in range(row * HASHED, NUM_PARTIALS * SIZES.tokens, tl.num_programs(0) * HASHED):
         at = begin + tl.arange(0, HASHED)
-        tl.store(pieces + at, tl.zeros([HASHED], tl.int32), mask=at < NUM_PIECES * SIZES.tokens)
+        tl.store(partials + at, tl.zeros([HASHED], tl.int32), mask=at < NUM_PARTIALS * SIZES.tokens)
     if row == SIZES.rows:
         _count_batch(tables, bounds, status, SIZES)
         for begin in range(0, SIZES.totals, HASHED):

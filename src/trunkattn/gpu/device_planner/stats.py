@@ -9,15 +9,15 @@ from trunkattn.gpu.device_planner.prefix_forest import load_request
 
 
 @triton.jit
-def tokens_alone(tables, bounds, window, SIZES: tl.constexpr):
+def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
     """int64: the tokens that are read if every request reads its own."""
     BLOCK: tl.constexpr = SIZES.block
-    alone = tl.zeros([BLOCK], tl.int64)
+    unshared = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, bounds.num_rows, BLOCK):
         request = load_request(begin + tl.arange(0, BLOCK), tables, bounds, SIZES)
         seen = tl.minimum(request.length.to(tl.int64), request.queries.to(tl.int64) + window - 1)
-        alone += tl.where(request.queries > 0, seen, 0)
-    return tl.sum(alone, 0)
+        unshared += tl.where(request.queries > 0, seen, 0)
+    return tl.sum(unshared, 0)
 
 
 @triton.jit
@@ -32,4 +32,4 @@ def summarize(candidate, tables, bounds, window, passes, totals, summary, SIZES:
             read += tl.load(total.once) + tl.load(total.again)
     tl.store(summary, candidate.to(tl.int64))
     tl.store(summary + 1, read)
-    tl.store(summary + 2, tokens_alone(tables, bounds, window, SIZES))
+    tl.store(summary + 2, tokens_unshared(tables, bounds, window, SIZES))

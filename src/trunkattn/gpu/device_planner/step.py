@@ -55,7 +55,7 @@ class DeviceTiles:
     def tile_list(self) -> TileList:
         """What the plan's arrays hold. Waits for the device."""
         host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
-        heights = len(self.rule.kinds)
+        heights = len(self.rule.tiles)
         *counts, merged = host["counts"][: 2 * heights + 2].tolist()
         if self.has_chunks:
             counts[0] = int(host["overlapped"][0])  # items that overlap chunks are in no bucket

@@ -31,7 +31,7 @@ from trunkattn.gpu.device_planner.common import (
     trigger_and_wait,
 )
 from trunkattn.gpu.device_planner.cost import load_pass
-from trunkattn.gpu.device_planner.items import count_pieces, item_arrays, load_item, piece_arrays, touches
+from trunkattn.gpu.device_planner.items import count_partials, item_arrays, load_item, partial_arrays, touches
 from trunkattn.gpu.device_planner.layout import load_nodes, node_arrays
 
 # What a program of `lists_kernel` does
@@ -138,39 +138,39 @@ def _place_of(item, number, items, num_items, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slots_before(token, num_tokens, pieces, BLOCK: tl.constexpr):
-    """The first slot of each query token: pieces of those before it."""
+def _slots_before(token, num_tokens, partials, BLOCK: tl.constexpr):
+    """The first slot of each query token: partials of those before it."""
     before = tl.zeros([token.shape[0], BLOCK], tl.int32)
     for begin in range(0, num_tokens, BLOCK):
         other = begin + tl.arange(0, BLOCK)
-        count = count_pieces(pieces, other, other < num_tokens)
+        count = count_partials(partials, other, other < num_tokens)
         before += tl.where(other[None, :] < token[:, None], count[None, :], 0)
     return tl.sum(before, 1)
 
 
 @triton.jit
-def _list_queries(item, number, at, count, num_tokens, entries, items, pieces, plan, limits, SIZES: tl.constexpr):
+def _list_queries(item, number, at, count, num_tokens, entries, items, partials, plan, limits, SIZES: tl.constexpr):
     """An item's queries, from `at` on, and where each leaves its piece."""
     ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     i = tl.arange(0, ENTRIES)
     used = i < count
     entry = item.low + i  # of the tile
     token = tl.load(entries.token + item.entry + entry, mask=used, other=0)
-    num_pieces = count_pieces(pieces, token, used)
-    first = _slots_before(token, num_tokens, pieces, 128)
-    merges = item.bucket >= SIZES.kinds
+    num_partials = count_partials(partials, token, used)
+    first = _slots_before(token, num_tokens, partials, 128)
+    merges = item.bucket >= SIZES.heights
     earlier = tl.zeros([ENTRIES], tl.int32)
     if item.pass_number % 2 == 1:
-        earlier = tl.load(pieces.tall + token, mask=used, other=0)
-    for begin in range(item.tile_item, number, 32):  # parts of the same tile
-        part = begin + tl.arange(0, 32)
-        low = tl.load(items.low + part, mask=part < number, other=BIG)
-        high = tl.load(items.high + part, mask=part < number, other=0)
+        earlier = tl.load(partials.tall + token, mask=used, other=0)
+    for begin in range(item.tile_item, number, 32):  # splits of the same tile
+        split = begin + tl.arange(0, 32)
+        low = tl.load(items.low + split, mask=split < number, other=BIG)
+        high = tl.load(items.high + split, mask=split < number, other=0)
         holds = (low[None, :] <= entry[:, None]) & (entry[:, None] < high[None, :])
         earlier += tl.sum(holds.to(tl.int32), 1)
     slot = tl.minimum(first + earlier, limits.slots - 1)
-    is_direct = (num_pieces == 0) | merges
-    is_fused = (num_pieces > 0) & merges
+    is_direct = (num_partials == 0) | merges
+    is_fused = (num_partials > 0) & merges
     tl.store(plan.queries + at + i, token, mask=used)
     tl.store(plan.partial_slots + at + i, tl.where(is_direct, DIRECT, slot), mask=used)
     tl.store(plan.merge_slots + 2 * (at + i), tl.where(is_fused, tl.minimum(first, slot), 0), mask=used)
@@ -246,13 +246,13 @@ def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.conste
 
 
 @triton.jit
-def _list_merges(num_tokens, pieces, status, plan, limits, SIZES: tl.constexpr):
-    """The query tokens whose pieces no item merges, and how many they are."""
+def _list_merges(num_tokens, partials, status, plan, limits, SIZES: tl.constexpr):
+    """The query tokens whose partials no item merges, and how many they are."""
     total, num_slots = 0, 0
     for begin in range(0, num_tokens, SIZES.block):
         token = begin + tl.arange(0, SIZES.block)
-        count = count_pieces(pieces, token, token < num_tokens)
-        is_fused = tl.load(pieces.fused + token, mask=token < num_tokens, other=1)
+        count = count_partials(partials, token, token < num_tokens)
+        is_fused = tl.load(partials.fused + token, mask=token < num_tokens, other=1)
         first = num_slots + tl.cumsum(count, 0) - count
         is_left = ((count > 0) & (is_fused == 0)).to(tl.int32)
         at = total + tl.cumsum(is_left, 0) - is_left
@@ -263,7 +263,7 @@ def _list_merges(num_tokens, pieces, status, plan, limits, SIZES: tl.constexpr):
         total += tl.sum(is_left, 0)
         num_slots += tl.sum(count, 0)
     flag(status, tl.where(num_slots > limits.slots, MANY_SLOTS, 0))
-    tl.store(plan.counts + 2 * SIZES.kinds + 1, tl.minimum(total, limits.merged))
+    tl.store(plan.counts + 2 * SIZES.heights + 1, tl.minimum(total, limits.merged))
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def _count_buckets(items, num_items, counts, SIZES: tl.constexpr, BLOCK: tl.cons
         item = begin + tl.arange(0, BLOCK)
         bucket = tl.load(items.bucket + item, mask=item < num_items, other=BIG)
         total += tl.sum((bucket[None, :] < lane[:, None]).to(tl.int32), 1)
-    tl.store(counts + lane, total, mask=lane <= 2 * SIZES.kinds)
+    tl.store(counts + lane, total, mask=lane <= 2 * SIZES.heights)
 
 
 @triton.jit
@@ -313,7 +313,7 @@ def lists_kernel(
     trigger_and_wait(PDL)
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)
-    arrays, of_token = item_arrays(work.items, limits.items), piece_arrays(work.pieces, SIZES.tokens)
+    arrays, of_token = item_arrays(work.items, limits.items), partial_arrays(work.partials, SIZES.tokens)
     role, worker, workers = _assign_role(num_items)
     if role == _LIST_MERGES:
         _list_merges(num_tokens, of_token, status, plan, limits, SIZES)

@@ -101,7 +101,7 @@ def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
     """Why the portable kernel does not compute a latent attention on a card; empty: it does."""
     if config.latent_dim is None:
         return [_READS_LATENT]
-    reasons = []
+    reasons = card.why_too_old
     if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
         reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
     if config.value_dim > LATENT_DIM:

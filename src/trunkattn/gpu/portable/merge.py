@@ -149,21 +149,21 @@ def merge_kernel(
     """counts[COUNT_AT] query tokens; PDL as in `decode_kernel`."""
     first, step = tl.program_id(0), tl.num_programs(0)
     num_heads = tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads
-    alone = num_heads  # heads that are tasks
+    whole = num_heads  # heads that are a task each
     if SHAPE.several > 1:
-        alone = tl.where(2 * (num_heads // SHAPE.several) > step, 0, num_heads)
-        for task in range(first, (num_heads - alone) // SHAPE.several, step):
+        whole = tl.where(2 * (num_heads // SHAPE.several) > step, 0, num_heads)
+        for task in range(first, (num_heads - whole) // SHAPE.several, step):
             _merge_heads(
                 task, operands, work, v_scale, sinks, strides, SHAPE, SHAPE.several, 1, SINKS, RETURN_LSE, PDL.wait
             )
     if SHAPE.slices > 1:
-        sliced = tl.where(num_heads <= SHAPE.sliced_up_to, alone, 0)
-        alone -= sliced
+        sliced = tl.where(num_heads <= SHAPE.sliced_up_to, whole, 0)
+        whole -= sliced
         for task in range(first, sliced * SHAPE.slices, step):
             _merge_heads(
                 task, operands, work, v_scale, sinks, strides, SHAPE, 1, SHAPE.slices, SINKS, RETURN_LSE, PDL.wait
             )
-    for task in range(first, alone, step):
+    for task in range(first, whole, step):
         _merge_heads(task, operands, work, v_scale, sinks, strides, SHAPE, 1, 1, SINKS, RETURN_LSE, PDL.wait)
     if PDL.wait and tl.program_id(0) == 0:  # if nothing is to be merged, too: what waits for this waits for those ahead
         tl.extra.cuda.gdc_wait()

@@ -96,7 +96,7 @@ def refuses(config: AttentionConfig, card: Card) -> list[str]:
     """Why the kernels for decodes and for prompt chunks do not compute an attention on a card; empty: they do."""
     if config.latent_dim is not None:
         return [READS_NO_LATENT]
-    reasons = []
+    reasons = card.why_too_old
     if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
         reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
     width = _width(config)

@@ -26,7 +26,6 @@ from trunkattn.integrations.sglang.name import NAME, logger
 from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_up
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more
-_OLDEST: Final = (8, 0)  # compute capability
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,6 @@ class TrunkCudaBackend(TrunkBackend):
     """Attention of one model runner on a GPU, with plans made on the device and CUDA graphs; see `TrunkBackend`."""
 
     def __init__(self, runner: Any) -> None:
-        capability = torch.cuda.get_device_capability()
-        if capability < _OLDEST:
-            found, oldest = (".".join(map(str, each)) for each in (capability, _OLDEST))
-            check_supported([f"this GPU of compute capability {found}, only {oldest} and newer"])
         super().__init__(runner)
         self.device = torch.device("cuda", torch.cuda.current_device())
         prefill, _ = versions.backends(runner)

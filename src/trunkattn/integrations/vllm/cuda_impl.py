@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config
-from vllm.platforms import current_platform
 
 from trunkattn.integrations.common import LayerSpec, PrefillRows
 from trunkattn.integrations.vllm import versions
@@ -19,10 +18,6 @@ from trunkattn.integrations.warm_up import host_planner
 def gpu_refusals(spec: LayerSpec, scaled: bool, vllm_config: Any) -> list[str]:
     """Options of a layer or the engine that this GPU does not support; empty if it supports all."""
     found = []
-    capability = current_platform.get_device_capability()
-    if capability is not None and tuple(capability) < versions.OLDEST_GPU:
-        oldest = ".".join(map(str, versions.OLDEST_GPU))
-        found.append(f"this GPU of compute capability {'.'.join(map(str, capability))}, only {oldest} and newer")
     if scaled:
         found += versions.refused_options(vllm_config, versions.REFUSED_GPU_OPTIONS)
     elif spec.kv_dtype not in (None, spec.dtype):

@@ -75,9 +75,6 @@ REFUSED_CPU_OPTIONS: Final = (("parallel_config.decode_context_parallel_size", 1
 # Further options that are refused on a GPU. CUDA graphs would be captured before the first step measures the scales.
 REFUSED_GPU_OPTIONS: Final = (("cache_config.calculate_kv_scales", False, "fp8 scales measured while running"),)
 
-# The oldest supported compute capability (major, minor).
-OLDEST_GPU: Final = (8, 0)
-
 # The order of the axes of `kv_cache_shape` in memory, by (vLLM's layout, whether a layer axis comes first).
 STRIDE_ORDERS: Final = MappingProxyType(
     {

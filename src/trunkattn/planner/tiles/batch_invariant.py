@@ -63,7 +63,7 @@ class _Arrays(NamedTuple):
 def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
     """The tile list of a step: items that reach the end of a span first, by span and by entry; then the others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
-    (tile,) = rule.kinds
+    (tile,) = rule.tiles
     block_segments = tile.block_tokens // rule.segment_size
     sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size, block_segments
     arrays: _Arrays = _emit(entries, batch.seq_lens, batch.block_table, sizes)
@@ -77,14 +77,14 @@ def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileL
 
 def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) -> TileLimits:
     """What every batch keeps within. max_tokens: of a sequence."""
-    pieces = max_query_tokens * -(-max_tokens // SPAN_TOKENS)
-    segments = pieces * (SPAN_TOKENS // segment_size)
+    num_partials = max_query_tokens * -(-max_tokens // SPAN_TOKENS)
+    segments = num_partials * (SPAN_TOKENS // segment_size)
     return TileLimits(
-        items=pieces,
+        items=num_partials,
         segments=segments,
-        queries=pieces,
+        queries=num_partials,
         merged=max_query_tokens,
-        slots=pieces,
+        slots=num_partials,
         query_tokens=max_query_tokens,
     )
 
@@ -182,22 +182,22 @@ def _emit(entries, seq_lens, table, sizes):
     segments of a block."""
     height, window, segment_size, _, block_segments = sizes
     count, per_item = len(entries.query), SPAN_TOKENS // segment_size
-    first_span, pieces = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    first_span, num_partials = np.zeros(count, np.int64), np.zeros(count, np.int64)
     num_spans = np.int64(0)
     for entry in range(count):
         position = np.int64(entries.position[entry])
         first_span[entry] = max(0, position + 1 - window) // SPAN_TOKENS
-        pieces[entry] = position // SPAN_TOKENS + 1 - first_span[entry]
+        num_partials[entry] = position // SPAN_TOKENS + 1 - first_span[entry]
         num_spans = max(num_spans, position // SPAN_TOKENS + 1)
-    split = pieces > 1
-    first_slot = np.cumsum(pieces * split) - pieces * split
+    split = num_partials > 1
+    first_slot = np.cumsum(num_partials * split) - num_partials * split
     merge_ranges = np.empty((split.sum(), 2), np.int32)
-    merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + pieces)[split]
+    merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + num_partials)[split]
 
     num_ending, num_others = _count_items(entries, num_spans, height, window, segment_size)
     items = np.zeros((num_ending + num_others, ITEM_COLUMNS), np.int32)
     segments = np.zeros((len(items) * per_item, SEGMENT_COLUMNS), np.int32)
-    queries, slots = np.empty(pieces.sum(), np.int32), np.full(pieces.sum(), DIRECT, np.int32)
+    queries, slots = np.empty(num_partials.sum(), np.int32), np.full(num_partials.sum(), DIRECT, np.int32)
     ending, other, at = 0, num_ending, 0
     for span in range(num_spans):
         starts = _starts(entries, span, height, window)
@@ -231,5 +231,5 @@ def _emit(entries, seq_lens, table, sizes):
         partial_slots=slots,
         merge_queries=merge_queries,
         merge_ranges=merge_ranges,
-        num_slots=int((pieces * split).sum()),
+        num_slots=int((num_partials * split).sum()),
     )

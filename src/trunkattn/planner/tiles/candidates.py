@@ -17,20 +17,22 @@ from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
 
-_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})
+_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})  # by waves
+_MOST_WAVES: Final = max(_CUTS)
+_MOST_LAUNCHES: Final = 2  # of a candidate: tall tiles, low tiles
 
 
 @dataclass(frozen=True)
 class TilingRule:
     """Integers, from the tile table and the device.
 
-    kinds: ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and head.
-    partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may merge.
-    l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend on the
-    rows beside it (the two loops of the kernel may round differently).
+    tiles: in ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and
+    head. partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may
+    merge. l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend
+    on other rows of its tile (the two loops of the kernel may round differently).
     """
 
-    kinds: tuple[TileConfig, ...]
+    tiles: tuple[TileConfig, ...]
     group_size: int
     num_kv_heads: int
     page_size: int
@@ -54,7 +56,7 @@ class TilingRule:
     @cached_property
     def segment_size(self) -> int:
         """Tokens of a segment: a power of two that divides the page and every block."""
-        smallest = min(min(kind.block_tokens, kind.private_tokens) for kind in self.kinds)
+        smallest = min(min(tile.block_tokens, tile.private_tokens) for tile in self.tiles)
         return min(smallest, self.page_size & -self.page_size)
 
     @cached_property
@@ -67,53 +69,53 @@ class TilingRule:
         """What emits tile lists."""
         subtiles = [
             Subtiles(
-                kind.subtiles, kind.entries(self.group_size) // kind.subtiles, kind.private_tokens // self.segment_size
+                tile.subtiles, tile.entries(self.group_size) // tile.subtiles, tile.private_tokens // self.segment_size
             )
-            for kind in self.kinds
+            for tile in self.tiles
         ]
         is_nested = any(each.number > 1 for each in subtiles)
         return ListRule(np.array(subtiles, np.int64), is_nested, self.segment_size, self.page_size, self.fuse_up_to)
 
     def usable(self) -> list[int]:
         """Heights that hold at least one query token."""
-        return [index for index, kind in enumerate(self.kinds) if kind.entries(self.group_size)]
+        return [index for index, tile in enumerate(self.tiles) if tile.entries(self.group_size)]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """One way to tile a step: `low` for all nodes, or `tall` for those of at least `least` entries. alone: a low tile
+    """A candidate: tile `low` for all nodes, or `tall` for those of at least `least` entries. per_query: a low tile
     holds one query token. waves: long tiles are cut into at most so many items for each of the device's slots, as even
     tiles can be (`layout.share_of`); 0: none is."""
 
     low: int
     tall: int | None = None
     least: int = tile_costs.EVERY
-    alone: bool = False
+    per_query: bool = False
     waves: int = 1
 
     def name(self, rule: TilingRule) -> str:
         """The name that `stats` shows: rows × keys of the tiles."""
-        kinds = [rule.kinds[index] for index in (self.tall, self.low) if index is not None]
-        text = "+".join(f"{kind.rows}x{kind.block_tokens}" for kind in kinds)
-        return text + (" per query" if self.alone else "") + _CUTS[self.waves]
+        chosen = [rule.tiles[index] for index in (self.tall, self.low) if index is not None]
+        text = "+".join(f"{tile.rows}x{tile.block_tokens}" for tile in chosen)
+        return text + (" per query" if self.per_query else "") + _CUTS[self.waves]
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
     """The lowest tiles with one query token; every tile, and every taller one, if paired, with every lowest one; cut or
     not."""
     usable = rule.usable()
-    lowest = [index for index in usable if rule.kinds[index].rows == rule.kinds[usable[0]].rows]
-    least = max(2, 4 * rule.kinds[lowest[0]].rows // rule.group_size)
-    taller = [index for index in usable[len(lowest) :] if rule.kinds[index].paired]
+    lowest = [index for index in usable if rule.tiles[index].rows == rule.tiles[usable[0]].rows]
+    least = max(2, 4 * rule.tiles[lowest[0]].rows // rule.group_size)
+    taller = [index for index in usable[len(lowest) :] if rule.tiles[index].paired]
     pairs = [Tiling(low, tall, least) for tall in taller for low in lowest]
-    alone = [Tiling(low, alone=True) for low in lowest]
-    uncut = [*alone, *(Tiling(index) for index in usable), *pairs]
-    return [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.alone]
+    per_query = [Tiling(low, per_query=True) for low in lowest]
+    uncut = [*per_query, *(Tiling(index) for index in usable), *pairs]
+    return [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.per_query]
 
 
-def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int]) -> tiles.Stage:
-    shape = rule.kinds[kind]
-    height = 1 if tiling.alone else shape.entries(rule.group_size)
+def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, limits: tuple[int, int]) -> tiles.Stage:
+    shape = rule.tiles[tile_index]
+    height = 1 if tiling.per_query else shape.entries(rule.group_size)
     items = max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves
     blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
     return tiles.Stage(height, *limits, *blocks)
@@ -122,7 +124,7 @@ def _stage(rule: TilingRule, tiling: Tiling, kind: int, limits: tuple[int, int])
 class TileStage(NamedTuple):
     """A stage, and the number of its tile in the rule."""
 
-    kind: int
+    tile_index: int
     stage: tiles.Stage
 
 
@@ -138,7 +140,7 @@ def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
 class ListRule(NamedTuple):
     """What a rule says of the arrays of a tile list."""
 
-    subtiles: NDArray[np.int64]  # [kinds, fields of Subtiles]
+    subtiles: NDArray[np.int64]  # [tiles, fields of Subtiles]
     is_nested: bool  # some tile has several
     segment_size: int
     page_size: int
@@ -152,7 +154,7 @@ def launches_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 
 
 def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
-    return np.array([(kind, *stage) for kind, stage in stages_of(rule, tiling)], np.int64)
+    return np.array([(tile_index, *stage) for tile_index, stage in stages_of(rule, tiling)], np.int64)
 
 
 @njit(inner=True)
@@ -171,9 +173,9 @@ class PricedTilings(NamedTuple):
     launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
 
 
-def _tile_times(rule: TilingRule, kind: TileConfig) -> tile_costs.TileTimes:
-    num_slots = max(1, kind.num_programs // rule.num_kv_heads)
-    return tile_costs.TileTimes(*kind.block_ns, *kind.chain_ns, num_slots, kind.ctas_per_sm, kind.read_percent)
+def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
+    num_slots = max(1, tile.num_programs // rule.num_kv_heads)
+    return tile_costs.TileTimes(*tile.block_ns, *tile.chain_ns, num_slots, tile.ctas_per_sm, tile.read_percent)
 
 
 def price(rule: TilingRule) -> PricedTilings:
@@ -182,12 +184,16 @@ def price(rule: TilingRule) -> PricedTilings:
     stages: dict[tiles.Stage, int] = {}
     uses = np.full((len(tilings), 2, 3), -1, np.int64)
     for number, tiling in enumerate(tilings):
-        for nth, (kind, stage) in enumerate(stages_of(rule, tiling)):
-            uses[number, nth] = stages.setdefault(stage._replace(num_parts=0), len(stages)), kind, stage.num_parts
+        for nth, (tile_index, stage) in enumerate(stages_of(rule, tiling)):
+            uses[number, nth] = (
+                stages.setdefault(stage._replace(num_splits=0), len(stages)),
+                tile_index,
+                stage.num_splits,
+            )
     token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
     costs = tile_costs.Costs(
-        tiles=np.array([_tile_times(rule, kind) for kind in rule.kinds], np.int64),
+        tiles=np.array([_tile_times(rule, tile) for tile in rule.tiles], np.int64),
         token_bytes=token_bytes,
         partial_bytes=rule.partial_bytes,
         segment_size=rule.segment_size,
@@ -204,20 +210,20 @@ def price(rule: TilingRule) -> PricedTilings:
     return PricedTilings(tilings, np.array(list(stages), np.int64), uses, costs, launches)
 
 
-def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLimits:
+def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> TileLimits:
     """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
 
-    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles. pieces: most
-    that the plan of a query is cut into, where that is known; 0: it is not.
+    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles.
+    num_partials: most that a query has, where that is known; 0: it is not.
     """
-    heights = [rule.kinds[index].entries(rule.group_size) for index in rule.usable()]
-    slots = max(kind.num_programs for kind in rule.kinds) // rule.num_kv_heads + 1
-    parts = 6 * slots  # of fine cuts, which have at most half as many again as they want
+    heights = [rule.tiles[index].entries(rule.group_size) for index in rule.usable()]
+    slots = max(tile.num_programs for tile in rule.tiles) // rule.num_kv_heads + 1
+    splits = _MOST_WAVES * 3 * slots // 2  # in a launch; `layout.share_of` may make half as many again as are wanted
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
     segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
-    if pieces:
-        cut = tokens * pieces
+    if num_partials:
+        cut = tokens * num_partials
         return TileLimits(
             items=cut,
             segments=cut * 2 + tokens * segments_of_request,
@@ -226,13 +232,12 @@ def tile_limits(rule: TilingRule, capacity: Capacity, pieces: int = 0) -> TileLi
             slots=cut,
             query_tokens=tokens,
         )
-    entries = 2 * (tokens + parts * max(heights))
     return TileLimits(
-        items=2 * (tokens + parts),
-        segments=(tiles_of_requests + min(parts, tiles_of_requests)) * (segments_of_request + 2),
-        queries=entries,
+        items=_MOST_LAUNCHES * (tokens + splits),
+        segments=(tiles_of_requests + min(splits, tiles_of_requests)) * (segments_of_request + 2),
+        queries=_MOST_LAUNCHES * (tokens + splits * max(heights)),
         merged=tokens,
-        slots=2 * tokens + 3 * slots * max(heights),
+        slots=_MOST_LAUNCHES * tokens + splits // 2 * max(heights),
         query_tokens=tokens + capacity.max_chunk_tokens,
     )
 
@@ -242,14 +247,14 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
     that its tiles leave: with no more partial slots than the candidates can need.
 
     A tile is cut into as many items as its size has shares (`layout.share_of`), rounded, from one and a half shares on.
-    So all tiles that are cut become at most 4 / 3 of `num_parts` items, of at most all entries of a tile each. In two
+    So all tiles that are cut become at most 4 / 3 of `num_splits` items, of at most all entries of a tile each. In two
     launches every query may have two partial states besides, so a rule with pairs of tiles keeps all slots.
     """
     limits = tile_limits(rule, capacity)
     stages = [stages_of(rule, tiling) for tiling in candidates(rule)]
     if any(len(launches) > 1 for launches in stages):
         return limits
-    needed = max(4 * stage.num_parts // 3 * min(stage.height, capacity.max_query_tokens) for ((_, stage),) in stages)
+    needed = max(4 * stage.num_splits // 3 * min(stage.height, capacity.max_query_tokens) for ((_, stage),) in stages)
     return replace(limits, slots=min(limits.slots, needed))
 
 
@@ -264,14 +269,14 @@ def tile_work(rule: TilingRule, work: WorkList, batch: StepTables) -> TileList:
     """A work list of one of the packing policies as a tile list: each item in the lowest tile that holds it."""
     table, seq_lens, starts, window = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window
     positions = query_positions(seq_lens, starts)
-    heights = [kind.entries(rule.group_size) for kind in rule.kinds]
-    kinds = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_kind = [tile_costs.EVERY if rule.uniform else kind.block_tokens // rule.segment_size for kind in rule.kinds]
-    block_segments = np.array(per_kind, np.int32)[kinds]
+    heights = [tile.entries(rule.group_size) for tile in rule.tiles]
+    buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
+    per_tile = [tile_costs.EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
+    block_segments = np.array(per_tile, np.int32)[buckets]
     emitted = tiles.items_of_work(
         (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments
     )
     if rule.list_rule.is_nested:
-        emitted = nest(emitted, kinds, rule.list_rule.subtiles)
-    arrays: TileArrays = finish(emitted, kinds, len(rule.kinds), int(starts[-1]), rule.fuse_up_to)
+        emitted = nest(emitted, buckets, rule.list_rule.subtiles)
+    arrays: TileArrays = finish(emitted, buckets, len(rule.tiles), int(starts[-1]), rule.fuse_up_to)
     return TileList(*arrays, merges_taller=False)

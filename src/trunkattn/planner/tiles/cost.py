@@ -39,7 +39,7 @@ class TileTimes(NamedTuple):
 class Costs(NamedTuple):
     """A card and an attention. The fields after `l2_percent` are those of `CardTimes`."""
 
-    tiles: Int64Array  # [kinds, fields of TileTimes]
+    tiles: Int64Array  # [tiles of the rule, fields of TileTimes]
     token_bytes: int  # keys and values of all heads
     partial_bytes: int  # one partial state of all heads, written and read
     segment_size: int
@@ -85,12 +85,12 @@ def tile_blocks(shared_segments, private_segments, stage):
 
 
 @njit
-def item_ns(full_blocks, masked_blocks, num_parts, subtiles, full_ns, masked_ns):
-    """Time of each of the parts of a tile. A part holds the private segments of a few requests, mostly of one subtile,
+def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns):
+    """Time of each of the splits of a tile. A part holds the private segments of a few requests, mostly of one subtile,
     so the subtiles of a tile that is cut do not share its masked blocks."""
-    is_cut = min(num_parts - 1, 1)
+    is_cut = min(num_splits - 1, 1)
     masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
-    return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_parts, 1)
+    return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_splits, 1)
 
 
 @njit
@@ -124,8 +124,8 @@ def load_ns(load, tile, costs, is_flat, is_last):
     bytes_ns = read_tokens * costs.token_bytes * 1000 // costs.bytes_per_us * percent // tile.read_percent
     if items <= slots:  # each item runs the faster for it, but not those that meet on an SM
         meeting = (items * tile.ctas_per_sm + slots - 1) // slots
-        alone_ns = load.max_item_ns * meeting * costs.arithmetic_percent // (100 * tile.ctas_per_sm)
-        busy_ns = max(load.max_item_ns * items // slots, alone_ns)
+        longest_ns = load.max_item_ns * meeting * costs.arithmetic_percent // (100 * tile.ctas_per_sm)
+        busy_ns = max(load.max_item_ns * items // slots, longest_ns)
         if is_flat:
             waiting_ns = max(load.max_chain_ns - costs.filled_ns, 0)
             waiting_ns = waiting_ns * min(load.memory_tokens, tokens) // (3 * tokens)
@@ -219,7 +219,7 @@ def stage_tokens(position, shared, tall, stage, window):
 
 @njit
 def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
-    """The loads of `stages` [stages, fields of Stage], whose num_parts are not looked at."""
+    """The loads of `stages` [stages, fields of Stage], whose num_splits are not looked at."""
     most = np.int64(0)
     for i in range(len(stages)):
         most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
@@ -238,9 +238,9 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
 
 
 @njit
-def tile_times(costs, kind):
-    """The row of a tile kind."""
-    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[kind]
+def tile_times(costs, tile_index):
+    """The times of a tile of the rule."""
+    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[tile_index]
     return TileTimes(
         full_ns=full,
         masked_ns=masked,
@@ -253,25 +253,25 @@ def tile_times(costs, kind):
 
 
 @njit
-def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
+def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
     """Predicted time of a stage. blocks: as of `stage_blocks`; memory: tokens that leave memory; num_queries: that
     leave partial states unless the stage is the last."""
-    tile = tile_times(costs, kind)
+    tile = tile_times(costs, tile_index)
     total = blocks[:, 2].sum()
-    share = share_of(total, tiles_of(num_queries, stage), stage.num_parts, stage.block_segments)
+    share = share_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
     items, work, partials = np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
         full, masked, segments, entries = blocks[i]
-        parts = np.int64(1)
-        if stage.num_parts > 0:
+        splits = np.int64(1)
+        if stage.num_splits > 0:
             step = step_of(segments, share, stage.block_segments)
-            parts = (segments + step - 1) // step
-        cost = item_ns(full, masked, parts, stage.subtiles, tile.full_ns, tile.masked_ns)
-        chain = item_ns(full, masked, parts, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
-        items, work = items + parts, work + cost * parts
+            splits = (segments + step - 1) // step
+        cost = item_ns(full, masked, splits, stage.subtiles, tile.full_ns, tile.masked_ns)
+        chain = item_ns(full, masked, splits, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
+        items, work = items + splits, work + cost * splits
         max_item, max_chain = max(max_item, cost), max(max_chain, chain)
-        partials += parts * entries if parts > 1 else 0
+        partials += splits * entries if splits > 1 else 0
     if not last:
         partials = np.int64(num_queries)
     load = StageLoad(
@@ -288,18 +288,18 @@ def stage_ns(blocks, memory, num_queries, stage, kind, last, costs):
 
 @njit
 def tilings_ns(loads, stages, uses, costs):
-    """Returns the time of each candidate [candidates]. uses [candidates, 2, 3]: a stage or -1, its tile kind and its
-    num_parts, in the order of launches."""
+    """Returns the time of each candidate [candidates]. uses [candidates, 2, 3]: a stage or -1, the index of its tile,
+    and its num_splits, in the order of launches."""
     times = np.zeros(len(uses), np.int64)
     for candidate in range(len(uses)):
         for nth in range(2):
-            which, kind, num_parts = uses[candidate, nth]
+            which, tile_index, num_splits = uses[candidate, nth]
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
-            stage = stage_of(stages[which], num_parts)
+            stage = stage_of(stages[which], num_splits)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             last = nth == 1 or uses[candidate, 1, 0] < 0
-            times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, kind, last, costs)
+            times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, tile_index, last, costs)
     return times
 
 
@@ -310,21 +310,21 @@ def tilings_fit(loads, stages, uses, limits):
     dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)
     for candidate in range(len(uses)):
-        pair = uses[candidate, 1, 0] >= 0
-        for nth in range(1 + pair):
-            which, _, num_parts = uses[candidate, nth]
-            stage = stage_of(stages[which], num_parts)
+        num_launches = 2 if uses[candidate, 1, 0] >= 0 else 1
+        for nth in range(num_launches):
+            which, _, num_splits = uses[candidate, nth]
+            stage = stage_of(stages[which], num_splits)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, 2].sum()
-            share = share_of(total, tiles_of(loads.num_queries, stage), num_parts, stage.block_segments)
-            items, pieces = np.int64(0), np.int64(0)
+            share = share_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
+            items, partials = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
                 step = step_of(blocks[tile, 2], share, stage.block_segments)
                 count = (blocks[tile, 2] + step - 1) // step
                 items += count
-                if count > 1 or pair:
-                    pieces += count * blocks[tile, 3]
+                if count > 1 or num_launches > 1:
+                    partials += count * blocks[tile, 3]
             listed = listed_segments(total, items, stage)
-            most = limits // (1 + pair)
-            fit[candidate] &= items <= most[0] and listed <= most[1] and pieces <= most[2]
+            most = limits // num_launches
+            fit[candidate] &= items <= most[0] and listed <= most[1] and partials <= most[2]
     return fit

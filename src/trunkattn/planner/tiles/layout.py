@@ -42,30 +42,30 @@ class Entries(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One kind of tile. Nodes with at least `least` and fewer than `below` entries belong to it."""
+    """The tiles of one launch. Nodes with at least `least` and fewer than `below` entries belong to it."""
 
     height: int  # entries of a tile
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_parts: int  # most items wanted of tiles that are cut, see `share_of`; 0: none is cut
+    num_splits: int  # most items wanted of tiles that are cut, see `share_of`; 0: none is cut
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # of a subtile's block
 
 
-_NUM_PARTS: Final = Stage._fields.index("num_parts")
+_NUM_SPLITS: Final = Stage._fields.index("num_splits")
 
 
 @njit(inner=True)
-def stage_of(fields, num_parts=-1):
-    """The stage of an array of its fields. num_parts: in place of the field; -1: as the field says."""
+def stage_of(fields, num_splits=-1):
+    """The stage of an array of its fields. num_splits: in place of the field; -1: as the field says."""
     height, least, below, block_segments, _, subtiles, private_segments = fields
     return Stage(
         height=height,
         least=least,
         below=below,
         block_segments=block_segments,
-        num_parts=fields[_NUM_PARTS] if num_parts < 0 else num_parts,
+        num_splits=fields[_NUM_SPLITS] if num_splits < 0 else num_splits,
         subtiles=subtiles,
         private_segments=private_segments,
     )
@@ -186,26 +186,26 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size,
 
 
 @njit
-def share_of(total, num_tiles, num_parts, block_segments):
-    """Segments of an item, where the tiles of a stage have so many in all and are to be cut into `num_parts`; 0: not.
+def share_of(total, num_tiles, num_splits, block_segments):
+    """Segments of an item, where the tiles of a stage have so many in all and are to be cut into `num_splits`; 0: not.
 
     A tile is cut into the nearest whole number of items. Tiles are mostly of one size, and each is cut into as many
     items as there is room for at once: otherwise a few would be left for a second round. The planner on the device
     compiles this function and `step_of`, too.
     """
     share = total + 1
-    if num_parts > 0:
-        if num_tiles <= num_parts:
-            num_parts = num_parts // max(num_tiles, 1) * max(num_tiles, 1)
-        share = max(block_segments, (total + num_parts - 1) // num_parts)
+    if num_splits > 0:
+        if num_tiles <= num_splits:
+            num_splits = num_splits // max(num_tiles, 1) * max(num_tiles, 1)
+        share = max(block_segments, (total + num_splits - 1) // num_splits)
     return share
 
 
 @njit
 def step_of(size, share, block_segments):
     """Segments of each item of a tile, but the last: whole blocks."""
-    parts = max(1, (size + share // 2) // share)
-    return max(1, ((size + parts - 1) // parts + block_segments - 1) // block_segments * block_segments)
+    num_splits = max(1, (size + share // 2) // share)
+    return max(1, ((size + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments)
 
 
 @njit(inner=True)
@@ -234,7 +234,7 @@ def outline_stage(forest, entries, stage, window, segment_size):
     rows = _span_rows(forest, entries, stage, spans, window, segment_size)
     indptr, num_segments = spans.indptr, spans.num_segments
     num_tiles = len(indptr) - 1
-    share = share_of(np.int64(num_segments.sum()), num_tiles, stage.num_parts, stage.block_segments)
+    share = share_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, stage.block_segments)
     most = np.int64(0)
     for tile in range(num_tiles):
         size = num_segments[indptr[tile] : indptr[tile + 1]].sum()
@@ -304,16 +304,16 @@ def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
 @njit(inner=True)
 def heaviest_first(outline, num_entries):
     """The items of a stage of which nothing merges, in the order of `finish`, and the number of partial slots."""
-    items, pieces = outline.items, np.zeros(num_entries, np.int64)
+    items, partials = outline.items, np.zeros(num_entries, np.int64)
     lengths = np.empty(len(items), np.int64)
     for item in range(len(items)):
         lengths[item] = items[item, SEGMENT_END] - items[item, SEGMENT_START]
         first = outline.first_entry[item]
         for entry in range(first, first + items[item, QUERY_END] - items[item, QUERY_START]):
-            pieces[entry] += 1
+            partials[entry] += 1
     num_slots = np.int64(0)
     for entry in range(num_entries):
-        num_slots += pieces[entry] if pieces[entry] > 1 else 0
+        num_slots += partials[entry] if partials[entry] > 1 else 0
     return items[np.argsort(-lengths, kind="mergesort")], num_slots
 
 

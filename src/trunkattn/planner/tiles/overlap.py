@@ -94,7 +94,7 @@ def chunk_work(
 
 
 @njit
-def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
+def choose_overlap(items, num_slots, chunks, overlap, stage, tile_index, costs):
     """Returns how many of the first items, which merge nothing, to co-schedule with the chunks.
 
     The candidates are: all items; as many as fit whole rounds of the SMs that end with the chunks; one round more. The
@@ -108,22 +108,25 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, kind, costs):
     fitting = np.searchsorted(until_ns, chunks_end_ns * overlap.decode_percent[wide] // 100, side="right")
     rounds = fitting * overlap.num_kv_heads // overlap.num_sms
     best = Overlapped(np.int64(0), np.int64(0))
-    for candidate in range(3):
-        count = number
-        if candidate > 0:
-            count = (rounds + candidate - 1) * overlap.num_sms // overlap.num_kv_heads
+    for count in (number, _items_of(rounds, overlap), _items_of(rounds + 1, overlap)):
         if count <= 0 or count > number:
             continue
         total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
         if count < number:
             left = profile.blocks[count:]
-            total_ns += stage_ns(left, left[:, 2].sum() * costs.segment_size, 0, stage, kind, True, costs)
+            total_ns += stage_ns(left, left[:, 2].sum() * costs.segment_size, 0, stage, tile_index, True, costs)
         if best.items == 0 or total_ns < best.total_ns:
             best = Overlapped(np.int64(count), np.int64(total_ns))
     if num_slots == 0:
         return best
     merge_ns = costs.launch_ns + num_slots * costs.partial_bytes * 1000 // costs.bytes_per_us
     return Overlapped(best.items, best.total_ns + merge_ns)
+
+
+@njit(inner=True)
+def _items_of(rounds, overlap):
+    """Items that the SMs compute in whole rounds."""
+    return rounds * overlap.num_sms // overlap.num_kv_heads
 
 
 @njit(inner=True)

@@ -115,12 +115,12 @@ def _overlap(source, candidates, chunks, overlap, leftover, costs):
     stages, uses, numbers = candidates
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
-        which, _, num_parts = uses[number, 0]
-        stage = stage_of(stages[which], num_parts)
+        which, _, num_splits = uses[number, 0]
+        stage = stage_of(stages[which], num_splits)
         assert stage.subtiles == 1 and uses[number, 1, 0] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = heaviest_first(outline, len(entries.query))
-        found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.kind, costs)
+        found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.tile_index, costs)
         if best_number < 0 or found.total_ns < best.total_ns:
             best_number, best = number, found
     return best_number, best.items, best.total_ns

@@ -59,18 +59,19 @@ def join_stages(tall, low):
 
 
 @njit
-def nest(emitted, kind_of_item, subtiles):
+def nest(emitted, tile_of_item, subtiles):
     """Deals the segments of an item from `shared_end` on to its subtiles, which read them at the same time.
 
-    subtiles [kinds, fields of Subtiles]. A segment goes to every subtile that has queries of it. The list holds a block
-    for each subtile in turn; short blocks are filled up with segments of no token.
+    tile_of_item: the index of its tile in the rule's. subtiles [tiles of the rule, fields of Subtiles]. A segment goes
+    to every subtile that has queries of it. The list holds a block for each subtile in turn; short blocks are filled up
+    with segments of no token.
     """
     items, segments, queries, uncut = emitted
     items = items.copy()
     lengths = np.zeros(subtiles[:, 0].max(), np.int64)
     ends = np.zeros(len(items) + 1, np.int64)
     for item in range(len(items)):
-        count, height, block = subtiles[kind_of_item[item]]
+        count, height, block = subtiles[tile_of_item[item]]
         size = items[item, SEGMENT_END] - items[item, SEGMENT_SHARED_END]
         if count > 1:
             _count(segments, items[item], height, lengths)
@@ -78,7 +79,7 @@ def nest(emitted, kind_of_item, subtiles):
         ends[item + 1] = ends[item] + items[item, SEGMENT_SHARED_END] - items[item, SEGMENT_START] + size
     nested = np.zeros((ends[-1], SEGMENT_COLUMNS), np.int32)
     for item in range(len(items)):
-        count, height, block = subtiles[kind_of_item[item]]
+        count, height, block = subtiles[tile_of_item[item]]
         start, shared_end, end = items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END], items[item, SEGMENT_END]
         at = ends[item] + shared_end - start
         nested[ends[item] : at] = segments[start:shared_end]
@@ -114,26 +115,26 @@ def _count(segments, item, height, lengths):
 def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     """Partial slots, merges, and items in the order of their buckets, heaviest first.
 
-    bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last piece of all its
+    bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last partial of all its
     queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
     """
     items, segments, queries, uncut = emitted
-    pieces = np.zeros(num_queries, np.int32)
+    partials = np.zeros(num_queries, np.int32)
     for query in queries:
-        pieces[query] += 1
-    slots, first = _slots(queries, pieces)
+        partials[query] += 1
+    slots, first = _slots(queries, partials)
     merge_slots = np.zeros((len(queries), 2), np.int32)
     fused = np.zeros(num_queries, np.bool_)
     bucket = bucket.copy()
     for item in range(len(items)):
         merges, leaf = False, uncut[item] and bucket[item] == 0
         for i in range(items[item, QUERY_START], items[item, QUERY_END]):
-            count = pieces[queries[i]]
+            count = partials[queries[i]]
             merges = merges or count > 1
             leaf = leaf and (count == 1 or (slots[i] == first[queries[i]] + count - 1 and count - 1 <= fuse_up_to))
         if merges and leaf:
             for i in range(items[item, QUERY_START], items[item, QUERY_END]):
-                if pieces[queries[i]] > 1:
+                if partials[queries[i]] > 1:
                     merge_slots[i, 0], merge_slots[i, 1] = first[queries[i]], slots[i]
                     slots[i] = DIRECT
                     fused[queries[i]] = True
@@ -149,17 +150,17 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
         counts[i + 1] += counts[i]
     left = 0
     for query in range(num_queries):
-        left += pieces[query] > 1 and not fused[query]
+        left += partials[query] > 1 and not fused[query]
     merge_queries = np.empty(left, np.int32)
     merge_ranges = np.empty((left, 2), np.int32)
     at = 0
     for query in range(num_queries):
-        if pieces[query] > 1 and not fused[query]:
+        if partials[query] > 1 and not fused[query]:
             merge_queries[at] = query
-            merge_ranges[at, 0], merge_ranges[at, 1] = first[query], first[query] + pieces[query]
+            merge_ranges[at, 0], merge_ranges[at, 1] = first[query], first[query] + partials[query]
             at += 1
     order = np.argsort(weight, kind="mergesort")
-    num_slots = int(pieces[pieces > 1].sum())
+    num_slots = int(partials[partials > 1].sum())
     return TileArrays(
         items=items[order],
         segments=segments,
@@ -174,17 +175,17 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
 
 
 @njit(inner=True)
-def _slots(queries, pieces):
-    """Consecutive slots for the pieces of a query, in the order in which they were emitted."""
-    first = np.zeros(len(pieces), np.int32)
+def _slots(queries, partials):
+    """Consecutive slots for the partials of a query, in the order in which they were emitted."""
+    first = np.zeros(len(partials), np.int32)
     total = 0
-    for query in range(len(pieces)):
+    for query in range(len(partials)):
         first[query] = total
-        total += pieces[query] if pieces[query] > 1 else 0
+        total += partials[query] if partials[query] > 1 else 0
     following = first.copy()
     slots = np.full(len(queries), DIRECT, np.int32)
     for i in range(len(queries)):
-        if pieces[queries[i]] > 1:
+        if partials[queries[i]] > 1:
             slots[i] = following[queries[i]]
             following[queries[i]] += 1
     return slots, first
