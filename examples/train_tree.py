@@ -58,7 +58,7 @@ def tree_loss(model: Any, tree: PrefixTree, weights: list[torch.Tensor]) -> torc
 
 
 def repeated_loss(model: Any, sequences: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
-    """The same with the prompt computed for every answer."""
+    """The sum with the prompt computed for every answer."""
     total = torch.zeros(())
     for tokens, weight in zip(sequences, weights, strict=True):
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]

@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(HEADS * DIM, width)
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, width]."""
+        """Attention of x [tokens, width]."""
         heads = self.qkv(x).view(len(x), -1, DIM)
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         mixed = flash_attention(q, k, v, causal=True, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)

@@ -46,7 +46,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def log_probabilities(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
-    """Those of every token of some sequences but the first."""
+    """Log-probabilities of every token of some sequences but the first."""
     outputs = llm.generate(sequences, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
     found = []
     for output in outputs:

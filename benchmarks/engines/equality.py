@@ -71,7 +71,7 @@ def work(engine: Adapter, case: Case, backend: str, arguments: argparse.Namespac
 
 
 def run_cases(engine: Adapter, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By case and back end."""
+    """Runs of cases, by case and back end."""
     cases = {name: engine.CASES[name] for name in arguments.cases}
     wanted = [(name, case, backend) for name, case in cases.items() for backend in case.backends_on(arguments.device)]
     with tempfile.TemporaryDirectory() as folder, engine.own_ports(len(wanted)) as ports:
@@ -94,7 +94,7 @@ def run_cases(engine: Adapter, arguments: argparse.Namespace) -> dict[str, dict[
 
 
 def failures(engine: Adapter, case: Case, found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By back end, why a case has no result."""
+    """Reasons by back end why a case has no result."""
     failed = {backend: run["failed"] for backend, run in found.items() if "failed" in run}
     if not failed:
         failed = {backend: engine.missing(case, backend, run) for backend, run in found.items()}

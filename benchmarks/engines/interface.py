@@ -39,7 +39,7 @@ class Start(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """tokens: of each request. arrivals: of each, (time, tokens by then) as they came."""
+    """Answers. tokens: of each request. arrivals: of each, (time, tokens by then) as they came."""
 
     tokens: list[list[int]]
     arrivals: list[list[tuple[float, int]]]
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """steps: that were traced. tokens: of all requests."""
+    """A trace. steps: that were traced. tokens: of all requests."""
 
     steps: int
     tokens: int
@@ -64,7 +64,7 @@ class Offline(Protocol):
     """An engine that is ready and gets all its requests at once."""
 
     def generate(self, prompts: Sequence[list[int]], tokens: int) -> Generated:
-        """So many tokens of each prompt."""
+        """Generates so many tokens of each prompt."""
 
     def trace(
         self, prompts: Sequence[list[int]], span: Span, folder: Path, look: Callable[[], object] | None = None
@@ -173,22 +173,22 @@ class Adapter(Protocol):
         """Ports for so many engines, that other commands do not take meanwhile; none: the engine finds its own."""
 
     def tpot_starts(self, arguments: argparse.Namespace, model: Path) -> list[Start]:
-        """Of each back end that tpot.py runs."""
+        """Starts of each back end that tpot.py runs."""
 
     def tpot_facts(self, arguments: argparse.Namespace) -> dict[str, Any]:
         """What a result of tpot.py says of this engine alone."""
 
     def serving_starts(self, arguments: argparse.Namespace) -> list[Start]:
-        """Of each back end that serving.py runs."""
+        """Starts of each back end that serving.py runs."""
 
     def serving_options(self, starts: Sequence[Start]) -> dict[str, Any]:
         """What a result of serving.py says of options: runs that were taken otherwise are not put beside them."""
 
     def steady_start(self, arguments: argparse.Namespace) -> Start:
-        """Of the back end that steady.py watches."""
+        """Start of the back end that steady.py watches."""
 
     def equality_start(self, case: Case, backend: str, folder: Path, device: str) -> Start:
-        """Of a case with one back end. folder: the model's."""
+        """Start of a case with one back end. folder: the model's."""
 
     def missing(self, case: Case, backend: str, run: Mapping[str, Any]) -> list[str]:
         """What should have happened in a process of equality.py, and has not."""

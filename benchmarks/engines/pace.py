@@ -68,7 +68,7 @@ def traced_or_why(engine: Offline, prompts: Sequence[list[int]], folder: Path) -
 
 
 def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Of the first tokens, before the first that differs."""
+    """Compares the first tokens, before the first that differs."""
     parted = [
         next((step for step, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), COMPARED)
         for x, y in zip(ours, theirs, strict=True)

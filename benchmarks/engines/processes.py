@@ -21,7 +21,7 @@ class Started(NamedTuple):
 
 
 def start(name: str, target: Callable[..., None], *arguments: Any) -> Started:
-    """target: the function of the process, which gets the arguments and a connection for its answers."""
+    """Starts a process. target: its function, which gets the arguments and a connection for its answers."""
     context = multiprocessing.get_context("spawn")
     answers, sender = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(*arguments, sender))

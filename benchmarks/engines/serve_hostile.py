@@ -89,7 +89,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator["Watch"]:
-        """While it is open, everything is watched."""
+        """Context in which everything is watched."""
         for thread in self._threads:
             thread.start()
         try:
@@ -166,7 +166,7 @@ def hold_connections(url: str) -> str:
 
 
 def run(folder: Path, seconds: int, times: int) -> dict[str, Any]:
-    """See the module."""
+    """Runs what the module says."""
     found: dict[str, Any] = {"at_once": times}
     command = ours(folder, 8206, "--max-num-batched-tokens", "256")
     with server(command, folder / "hostile.log") as (url, process):

@@ -179,7 +179,7 @@ async def watched(clients: Clients, process: subprocess.Popen[bytes], seconds: f
 
 
 def load(folder: Path, seconds: float, count: int) -> dict[str, Any]:
-    """See the module."""
+    """Runs the load that the module describes."""
     prompts = documents(4, 12)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs = LLM(folder, kv_cache_bytes=1 << 28, device="cpu").generate(prompts, params)
@@ -212,7 +212,8 @@ async def ask_all(url: str, prompts: list[str], tokens: int, at_once: int) -> fl
 
 
 def throughput(folder: Path, vllm: str | None, tokens: int = 64) -> dict[str, Any]:
-    """See the module. The second of two runs counts: the first one compiles, and fills the prefix cache."""
+    """Tokens/s of the server; see the module. The second of two runs counts: the first compiles and fills the prefix
+    cache."""
     prompts = documents(4, 48)
     commands = {
         "sharing": ours(folder, 8202),
@@ -235,7 +236,7 @@ def throughput(folder: Path, vllm: str | None, tokens: int = 64) -> dict[str, An
 
 
 def start(model: Path, times: int = 4) -> dict[str, Any]:
-    """See the module. The first start fills caches and does not count."""
+    """Seconds until the server answers. The first start fills caches and does not count."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

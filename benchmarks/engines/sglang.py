@@ -132,7 +132,7 @@ class Offline:
         return arrivals, [one(prompt, came) for prompt, came in zip(prompts, arrivals, strict=True)]
 
     def generate(self, prompts: Sequence[list[int]], tokens: int) -> Generated:
-        """So many tokens of each request, as they arrive."""
+        """Generates so many tokens of each request, as they arrive."""
         arrivals, streams = self._streams(prompts, tokens)
 
         async def together() -> list[list[int]]:
@@ -248,7 +248,7 @@ def online(start: Start) -> Online:
 
 
 def tpot_starts(arguments: argparse.Namespace, model: Path) -> list[Start]:
-    """Of each back end."""
+    """Starts of each back end."""
     cards, device = arguments.tensor_parallel, arguments.device
     own = beside_others(arguments, cards)
     held = own.get("max_total_tokens")
@@ -259,12 +259,12 @@ def tpot_starts(arguments: argparse.Namespace, model: Path) -> list[Start]:
 
 
 def tpot_facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """None: each run names its options."""
+    """Nothing: each run names its options."""
     return {}
 
 
 def serving_starts(arguments: argparse.Namespace) -> list[Start]:
-    """Of each back end. Prompts are computed in chunks of as many tokens as vLLM's steps have."""
+    """Starts of each back end. Prompts are computed in chunks of as many tokens as vLLM's steps have."""
     device, own = arguments.device, beside_others(arguments, 1) | {"chunked_prefill_size": BUDGET}
     held = own.get("max_total_tokens")
     return [
@@ -274,18 +274,18 @@ def serving_starts(arguments: argparse.Namespace) -> list[Start]:
 
 
 def serving_options(starts: Sequence[Start]) -> dict[str, Any]:
-    """By back end."""
+    """Options by back end."""
     return {start.name: start.options for start in starts}
 
 
 def steady_start(arguments: argparse.Namespace) -> Start:
-    """Of one back end."""
+    """Start of one back end."""
     chosen = options(arguments.backend, arguments.device)
     return Start(arguments.backend, arguments.model, chosen, {}, device=arguments.device)
 
 
 def equality_start(case: Case, backend: str, folder: Path, device: str) -> Start:
-    """Of a case with one back end."""
+    """Start of a case with one back end."""
     chosen = options(backend, device) | SMALL | (SMALL_ON_CPU if device == "cpu" else SMALL_ON_GPU)
     return Start(backend, folder, chosen | dict(case.options), dict(case.environment), device=device)
 

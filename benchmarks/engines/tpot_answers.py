@@ -30,8 +30,8 @@ class Answers:
     lost: dict[str, str] = field(default_factory=dict)
 
     def receive(self, name: str, answer: tuple[str, dict[str, Any]] | None) -> None:
-        """answer: first ("card", its name), then (workload, figures) each, then ("", facts of the run); None when the
-        process has ended."""
+        """Receives what a process answers: first ("card", its name), then (workload, figures) each, then ("",
+        facts of the run); None when the process has ended."""
         if answer is None:
             self._end(name)
             return
@@ -57,7 +57,7 @@ class Answers:
             self._keep()
 
     def _left(self) -> Results:
-        """Of those that are not lost; the first is what the others are compared with."""
+        """Answers of those that are not lost; the first is what the others are compared with."""
         return {name: found for name, found in self.found.items() if name not in self.lost}
 
     def _keep(self) -> None:

@@ -41,8 +41,8 @@ def busy_us(events: Iterable[Event]) -> float:
 
 
 def busy(events: Sequence[Event], steps: int) -> dict[str, Any]:
-    """Of one card and a step: milliseconds in which anything is under way; those of each kernel, the longest first,
-    which may overlap; and those that the host is in each of CUDA's calls. Names that begin alike count as one.
+    """Milliseconds of one card in a step: those in which anything runs; those of each kernel, the longest first, which
+    may overlap; and those that the host is in each of CUDA's calls. Names that begin alike count as one.
 
     Raises:
         RuntimeError: nothing was done on a card.

@@ -78,7 +78,7 @@ def profiler(folder: Path | None) -> dict[str, Any]:
 
 
 def own_ports(count: int) -> AbstractContextManager[list[int]]:
-    """None: vLLM finds its own."""
+    """No ports: vLLM finds its own."""
     return nullcontext([])
 
 
@@ -111,7 +111,7 @@ class Offline:
     def generate(
         self, prompts: Sequence[list[int]], tokens: int, watch: Callable[[Generated], None] | None = None
     ) -> Generated:
-        """So many tokens of each request, step by step. watch: called after each with what there is."""
+        """Generates so many tokens of each request, step by step. watch: called after each with what there is."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -233,7 +233,7 @@ def tpot_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def tpot_starts(arguments: argparse.Namespace, model: Path) -> list[Start]:
-    """Of each back end, and with batch invariance one more of ours without it."""
+    """Starts of each back end, and with batch invariance one more of ours without it."""
     options, named = tpot_options(arguments), arguments.backends or BACKENDS
     runs = [(name, name, arguments.invariant) for name in named]
     if arguments.invariant and "CUSTOM" in named:
@@ -250,7 +250,7 @@ def tpot_facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def serving_starts(arguments: argparse.Namespace) -> list[Start]:
-    """Of each back end."""
+    """Starts of each back end."""
     options = COMMON | {"max_num_batched_tokens": BUDGET} | fixed_cache(arguments.kv_gib)
     return [
         Start(name, arguments.model, options | chosen(name), environment()) for name in arguments.backends or SERVED
@@ -263,13 +263,13 @@ def serving_options(starts: Sequence[Start]) -> dict[str, Any]:
 
 
 def steady_start(arguments: argparse.Namespace) -> Start:
-    """Of one back end."""
+    """Start of one back end."""
     options = COMMON | chosen(arguments.backend)
     return Start(arguments.backend, arguments.model, options, environment())
 
 
 def equality_start(case: Case, backend: str, folder: Path, device: str) -> Start:
-    """Of a case with one back end."""
+    """Start of a case with one back end."""
     return Start(
         backend, folder, SMALL | dict(case.options) | {"attention_backend": backend},
         environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(case.environment), device=device,

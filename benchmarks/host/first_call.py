@@ -81,7 +81,7 @@ def fresh(source: Path, program: str, cache: str) -> tuple[dict[str, Any], str]:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure."""
+    """Median of each figure."""
     return {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
 
 

@@ -48,7 +48,7 @@ BACKENDS: Final = (("trunkattn.gpu.attention", "GpuBackend"), ("trunkattn.gpu.ex
 
 
 class Case(NamedTuple):
-    """decodes: requests of one query token. chunks: prompt chunks."""
+    """A batch. decodes: requests of one query token. chunks: prompt chunks."""
 
     decodes: int
     chunks: int

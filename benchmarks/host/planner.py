@@ -103,7 +103,7 @@ def distances(model: CostModel) -> dict[str, dict[str, float]]:
 
 
 def plain_python_ms() -> float:
-    """The same cold build with numba switched off, in a process of its own."""
+    """Milliseconds of the same cold build with numba switched off, in a process of its own."""
     call = "planner.Planner(planner.spec('pat')).plan(batch)"
     timed = f"report.time_ms(lambda: {call}, 3, 1)['median_ms']"
     imports = "from benchmarks.host import planner; from benchmarks.lib import report"

@@ -47,7 +47,7 @@ KERNELS = f"(hopper_)?decode_kernel|merge_kernel|{FLUSH_KERNEL}"
 
 @dataclass(frozen=True)
 class Variant:
-    """part: of the design, that is varied. tiling: what was chosen."""
+    """A variant. part: of the design, that is varied. tiling: what was chosen."""
 
     part: str
     name: str
@@ -66,20 +66,20 @@ class Setting:
 
     @property
     def config(self) -> AttentionConfig:
-        """Of the batch, policy `auto`."""
+        """Configuration of the batch, policy `auto`."""
         return AttentionConfig(*self.case.heads, PAGE_SIZE, self.case.q.dtype, kv_dtype=self.case.kv[0][0].dtype)
 
     def with_tiles(self, tiles: tuple[GpuTile, ...]) -> "Setting":
-        """The same batch with other tiles."""
+        """This batch with other tiles."""
         return Setting(self.case, tiles, rule_on_card(self.case, tiles))
 
     def with_fuse_up_to(self, partials: int) -> "Setting":
-        """The same, but items merge at most so many partials."""
+        """This batch where items merge at most so many partials."""
         return replace(self, rule=replace(self.rule, fuse_up_to=partials))
 
 
 def setting_of(case: Case) -> Setting:
-    """As `BatchAttention` has it on any card; on an sm_90 its `auto`, executed serially, has tiles of its own."""
+    """A setting as `BatchAttention` has it on any card; on an sm_90 its `auto`, run serially, has its own tiles."""
     hq, hkv, dim = case.heads
     tiles = decode_tiles(case.kv[0][0].itemsize, dim, hq // hkv)
     return Setting(case, tiles, rule_on_card(case, tiles))
@@ -215,7 +215,7 @@ def dram_bytes(text: str) -> list[dict[str, int]]:
 
 
 def count_bytes(arguments: argparse.Namespace, num_variants: int) -> list[dict[str, int]]:
-    """Of each variant of each cell: runs this script under `ncu`.
+    """Counts the bytes of each variant of each cell: runs this script under `ncu`.
 
     Raises:
         ValueError: with the reason, if that does not count all of them.

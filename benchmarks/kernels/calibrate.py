@@ -59,13 +59,13 @@ class MeasuredCard:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For a result."""
+        """Figures for a result."""
         fields = {"bytes_per_us": self.bytes_per_us, "l2_bytes": self.l2_bytes, "hopper": self.hopper}
         return {"processors": self.num_sms} | fields
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
-        """That it runs."""
+        """Tiles that it runs."""
         return hopper_tiles(2, HEAD_DIM, PAGE_SIZE) if self.hopper else DECODE_TILES
 
 
@@ -149,7 +149,7 @@ def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]
 
 
 def predicted(row: Measured, priced: tiling.PricedTilings) -> NDArray[np.int64]:
-    """Of every measured tiling of a batch."""
+    """Predicted time of every measured tiling of a batch."""
     return tile_costs.tilings_ns(row.loads, priced.stages, priced.uses, priced.costs)[row.numbers]
 
 

@@ -109,7 +109,7 @@ def measure(shape: Shape, tree: PrefixTree) -> Row:
 
 
 def timed(cell: Cell, attention: BatchAttention) -> float | None:
-    """None: the output is wrong."""
+    """The time; None: the output is wrong."""
     tables = torch.from_numpy(cell.batch.block_table), torch.from_numpy(cell.batch.seq_lens)
     plan = attention.plan(*tables, sliding_window=cell.window)
     run = cell.run_of(plan)

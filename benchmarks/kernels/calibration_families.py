@@ -70,7 +70,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Its shapes."""
+        """Names of its shapes."""
         return ", ".join(dict.fromkeys(row["shape"] for row in self.rows))
 
     @property

@@ -59,7 +59,7 @@ class Target:
 
     @property
     def types(self) -> dict[str, str]:
-        """Of the tensors in its dtypes."""
+        """Types of the tensors in its dtypes."""
         of_q, of_kv = (
             dict.fromkeys(("q", "q_rope", "out"), f"*{self.dtype}"),
             dict.fromkeys(_CACHES, f"*{self.kv_dtype}"),
@@ -328,8 +328,8 @@ def _tma_descriptor(target: Target) -> str:
 def _compile_hopper(
     kernel: Any, target: Target, arguments: Any, registers: int, checks_products: bool = False
 ) -> Resources:
-    """arguments: types, but for the constants C and absent ones; aligned as a launch on a GPU finds them.
-    checks_products: asks the assembler whether products are serialized, for which it runs again."""
+    """Compiles a Hopper kernel. arguments: types, but for the constants C and absent ones; aligned as a launch on a
+    GPU finds them. checks_products: asks the assembler whether products are serialized, for which it runs again."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {name: _with_absent(kind) for name, kind in arguments._asdict().items()} | {"C": "constexpr"}

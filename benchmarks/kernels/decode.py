@@ -47,7 +47,7 @@ def _read(source, sums, size, BLOCK: tl.constexpr):
 
 
 def microseconds(run: Run, copies: int, replays: int = 15, warm_up_seconds: float = WARM_UP_SECONDS) -> float:
-    """Of one run on the device, from graphs of one run per copy."""
+    """Time of one run on the device, from graphs of one run per copy."""
     for copy in range(copies):
         run(copy)
     torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def ceilings() -> tuple[float, float]:
 
 
 def shape_of(hq: int, hkv: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Shape:
-    """dtypes: of q and of the cache."""
+    """The shape of a cell. dtypes: of q and of the cache."""
     return Shape(f"{hq}/{hkv}", hq, hkv, HEAD_DIM, *dtypes, page_size=PAGE_SIZE)
 
 
@@ -133,7 +133,7 @@ def row_of(
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per head setting, geometric mean over the shared trees as a multiple of SOL, where every cell was measured."""
+    """Geometric mean of each head setting over the shared trees as a multiple of SOL, where every cell was measured."""
     means: dict[str, dict[str, float]] = {}
     for heads in dict.fromkeys(row["heads"] for row in rows):
         shared = [row for row in rows if row["heads"] == heads and "," in row["tree"].split("_")[0]]

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's key and value."""
+        """Bytes of a token's key and value."""
         return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
 

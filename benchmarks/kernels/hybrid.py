@@ -65,7 +65,7 @@ Makers = dict[str, Callable[[Case], HybridRun]]  # ways to run a batch, by name
 
 
 def make_case(batch: HybridBatch, pool: Sequence[torch.Tensor]) -> Case:
-    """pool: flat keys and values, of which a case's copies of the cache are parts."""
+    """Makes a case. pool: flat keys and values, of which a case's copies of the cache are parts."""
     copies = max(2, math.ceil(FLUSH_BYTES / (4 * batch.elements)))
     copies = min(copies, pool[0].numel() // batch.elements)
     if copies == 0:
@@ -136,7 +136,7 @@ class Ours:
         return once
 
     def makers(self) -> Makers:
-        """By name."""
+        """Makers by name."""
         found: Makers = {
             name: lambda case, name=name, execution=execution: self.run(name, case, execution)
             for name, execution in EXECUTIONS.items()

@@ -40,7 +40,7 @@ def captured(run: HybridRun, copies: int) -> torch.cuda.CUDAGraph:
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, copies: int) -> float:
-    """Of one run, from one replay."""
+    """Time of one run, from one replay."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     graph.replay()

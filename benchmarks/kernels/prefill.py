@@ -76,7 +76,7 @@ def make_case(requests: int, tokens: int, cached: int, shape: Shape = LLAMA, dev
 
 
 def flops(case: Case) -> int:
-    """Of the pairs of a query token and a token that it sees."""
+    """FLOPs of the pairs of a query token and a token that it sees."""
     (heads, _, dim), window, pairs = case.heads, case.features.window, 0
     for length, query_len in zip(case.batch.seq_lens.tolist(), case.batch.query_lens.tolist(), strict=True):
         seen = np.arange(length - query_len + 1, length + 1)
@@ -117,7 +117,7 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
 
 
 def one_graph(case: Case) -> Run:
-    """The same in a plan of fixed size that is made on the device, where each prompt reads its own keys."""
+    """One graph of a plan of fixed size that is made on the device, where each prompt reads its own keys."""
     window, soft_cap, sinks = case.features
     options = {"logits_soft_cap": soft_cap, "sinks": sinks is not None, "execution": "serial"}
     config = trunkattn.AttentionConfig(*case.heads, case.batch.page_size, case.q.dtype, **options)

@@ -105,7 +105,7 @@ def measured_row(
 
 
 def measured_limits() -> Iterator[Limits]:
-    """Of the card."""
+    """Limits of the card."""
     yield ceilings()
     torch.cuda.empty_cache()
 

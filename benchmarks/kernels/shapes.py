@@ -73,7 +73,7 @@ class Results:
 
     @property
     def rows(self) -> Rows:
-        """In the order of the tables."""
+        """Rows in the order of the tables."""
         return sorted(self._rows.values(), key=order_of)
 
     def add(self, row: dict[str, Any], limits: Limits) -> None:
@@ -211,7 +211,7 @@ def named(text: str) -> tuple[Shape, ...]:
 
 
 def check_pages(parser: argparse.ArgumentParser, shapes: Sequence[Shape], trees: Sequence[PrefixTree]) -> None:
-    """Only whole pages can be shared."""
+    """Checks that whole pages are shared: others cannot be."""
     for shape in shapes:
         for tree in trees:
             if any(tokens % shape.page_size for tokens in tree.tokens[:-1]):

@@ -74,7 +74,7 @@ def links(num_lines: int, device: str) -> torch.Tensor:
 
 
 def latency_ns() -> float:
-    """Of a load from memory. Every run goes on where the last one ended, so none meets a line again."""
+    """Latency of a load from memory. Every run goes on where the last one ended, so none meets a line again."""
     following = links(CHASE_BYTES // LINE_BYTES, "cuda")
     place = torch.zeros(1, device="cuda", dtype=torch.int64)
     torch.ones(100_000_000, device="cuda").sum()  # leaves nothing of `following` in the L2 cache

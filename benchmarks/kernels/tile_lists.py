@@ -27,7 +27,7 @@ from trunkattn.planner.work_list import TileList
 
 @dataclass(frozen=True)
 class PlannedBytes:
-    """Of one layer.
+    """Bytes of one layer.
 
     kv_memory: every token that any tile reads, once: what leaves memory. kv_tiles: every token as often as tiles read
     it: what the L2 cache serves. partials: float32 states with their log-sum-exp, written and read. q_and_out: once.
@@ -109,7 +109,7 @@ def make_run(
 
 
 def planned_bytes(case: Case, listed: TileList) -> PlannedBytes:
-    """Of a tile list of the batch."""
+    """Bytes of a tile list of the batch."""
     hq, hkv, dim = case.heads
     tokens = listed.segments[:, 1].astype(np.int64) >> 16
     ends = np.cumsum(tokens)

@@ -23,9 +23,9 @@ class PipelineOps(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a compiled kernel: registers of a thread, bytes a thread spills, bytes of shared memory of a CTA, how many
-    named barriers the compiler took for itself, the first ones, the operations of its pipelines, if it has any, and
-    whether the assembler says that a matrix product waits for the one before."""
+    """What a compiled kernel takes: registers of a thread, bytes a thread spills, bytes of shared memory of a CTA, how
+    many named barriers the compiler took for itself, the first ones, the operations of its pipelines, if it has any,
+    and whether the assembler says that a matrix product waits for the one before."""
 
     registers: int
     spilled: int
@@ -69,7 +69,7 @@ ARCHITECTURES: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a card: latency of a load in ns, bandwidth in bytes per ns, SMs."""
+    """Memory of a card: latency of a load in ns, bandwidth in bytes per ns, SMs."""
 
     latency_ns: int
     bytes_per_ns: int
@@ -104,5 +104,5 @@ def least_keys(ctas_per_sm: int, memory: Memory, token_bytes: int) -> int:
 
 
 def keys_in_flight(tile: GpuTile) -> int:
-    """Of one CTA: while it computes with one stage, the others load."""
+    """Keys of one CTA: while it computes with one stage, the others load."""
     return tile.block_n * (tile.stages - 1)

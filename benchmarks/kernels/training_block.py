@@ -35,7 +35,7 @@ TOLERANCE = 0.05  # of gradients: sums of bf16 products in another order
 
 
 class Sizes(NamedTuple):
-    """Of a block."""
+    """Sizes of a block."""
 
     width: int = 4096
     num_qo_heads: int = 32
@@ -105,7 +105,7 @@ def tree_way(tree: PrefixTree, sizes: Sizes, device: str) -> Way:
 
 
 def repeated_way(tree: PrefixTree, way: Way) -> Way:
-    """The same tokens in every sequence that holds them: a batch, or packed where lengths differ."""
+    """Tokens in every sequence that holds them: a batch, or packed where lengths differ."""
     indices = tree.sequence_indices()
     lengths = [len(index) for index in indices]
     whole = len(set(lengths)) == 1

@@ -66,7 +66,7 @@ def _status(field: str) -> int:
 
 
 def memory(device: str) -> list[dict[str, Any]]:
-    """On a CPU each figure comes from a process of its own, which has not kept what another freed."""
+    """Peak memory. On a CPU each figure comes from a process of its own, which has not kept what another freed."""
     rows = []
     for length in MEMORY_LENGTHS[device]:
         row: dict[str, Any] = {"length": length}
@@ -112,7 +112,7 @@ def errors(device: str) -> list[dict[str, Any]]:
 
 
 def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
-    """Of one head, forward and backward, not causal: matrix products, and bytes that must cross the memory bus.
+    """Counts of one head, forward and backward, not causal: matrix products, and bytes that must cross the memory bus.
 
     Stored: 2 and 4 products. Of L² numbers, scores and weights are written and read; backward weights are read twice,
     their gradients written and read, and those of scores written and read twice: 4 + 7. Of L × D, 4 forward and 8

@@ -49,7 +49,8 @@ def parse_shape(text: str) -> Shape:
 
 
 class Attention(NamedTuple):
-    """make: the attention of a shape on a device; it raises where it cannot run. trains: else it has no gradients."""
+    """An attention. make: that of a shape on a device; it raises where it cannot run. trains: else it has no
+    gradients."""
 
     make: Callable[[Shape, str], Attend]
     trains: bool = True

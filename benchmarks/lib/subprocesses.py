@@ -16,7 +16,7 @@ class Lost(Exception):
 
 
 class _Kind(Enum):
-    """Of a message from the process."""
+    """Kind of a message from the process."""
 
     ANSWER, END, FAILURE = range(3)
 

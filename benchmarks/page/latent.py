@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 def latent() -> Section | None:
-    """None: no card has been measured."""
+    """The section; None: no card has been measured."""
     names = [name for name in NAMES if exists(name)]
     if not names:
         return None
@@ -45,7 +45,7 @@ def by_heads(name: str) -> list[Row]:
 
 
 def mean_rows(name: str) -> list[list[object]]:
-    """For each number of heads, the speed-ups of batches that share and of batches that do not: mean and worst."""
+    """Speed-ups by number of heads of batches that share and of batches that do not: mean and worst."""
     found: dict[int, tuple[list[float], list[float]]] = {}
     for row in by_heads(name):
         if gain := speed_up(row):

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def shapes() -> Section | None:
-    """None: no card has been measured."""
+    """The section; None: no card has been measured."""
     names = [name for name in NAMES if exists(name)]
     if not names:
         return None

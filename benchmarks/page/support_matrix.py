@@ -74,7 +74,7 @@ TRAINING_HEAD_DIM = 128  # where a row does not say it
 
 @contextmanager
 def card(capability: tuple[int, int]) -> Iterator[None]:
-    """As if the machine had one GPU of this compute capability."""
+    """Context in which the machine seems to have one GPU of this compute capability."""
     properties = SimpleNamespace(
         name="a card", major=capability[0], minor=capability[1], multi_processor_count=132, L2_cache_size=50 << 20
     )
@@ -156,7 +156,7 @@ def features() -> str:
 
 
 def summary() -> str:
-    """The same for the README: features of equal cells in one row, and none that differs between two Hopper cards."""
+    """The table of the README: features of equal cells in one row, and none that differs between two Hopper cards."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, cells in rows().items():
         if cells[2] in ("yes", "no"):

@@ -81,7 +81,7 @@ def fa3_serial(case: Case) -> HybridRun:
 
 
 def fa3_streams(case: Case) -> HybridRun:
-    """The same two calls on two streams."""
+    """Both calls on two streams."""
     return on_two_streams(fa3_prefill(case), fa3_decode(case))
 
 

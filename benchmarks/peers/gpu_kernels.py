@@ -136,7 +136,7 @@ def flashinfer_decode(case: Case) -> PlannedRun:
 
 
 def flashinfer_decode_cuda_cores(case: Case) -> PlannedRun:
-    """The same on CUDA cores, which can be faster for one query head a KV head."""
+    """FlashInfer's decode on CUDA cores, which can be faster for one query head a KV head."""
     return _flashinfer_decode(case, False)
 
 

@@ -30,7 +30,7 @@ def flash_attention_3(case: Case) -> PlannedRun:
 
 
 def flash_attention_3_contiguous(case: Case) -> PlannedRun:
-    """The same on contiguous copies of every request's keys and values: what paging costs it."""
+    """FlashAttention-3 on contiguous copies of every request's keys and values: what paging costs it."""
     import fa3
 
     case.require_plain()

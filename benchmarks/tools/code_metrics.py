@@ -138,7 +138,7 @@ def modules(source: Path) -> dict[str, Path]:
 
 
 def lines_by_folder(root: Path) -> dict[str, int]:
-    """Of Python files; those of src/trunkattn by its folders, `.` for the files that lie in it."""
+    """Lines of Python files; those of src/trunkattn by its folders, `.` for the files that lie in it."""
     found: dict[str, int] = {}
     for name, folder, pattern in (
         ("src", root / "src" / PACKAGE, "*.py"),

@@ -49,7 +49,8 @@ QUICK_SIZES = Sizes((64, 128), (8, 16), (8, 16))
 
 @dataclass(frozen=True)
 class Arrival:
-    """at: seconds from the start. parts: (name, tokens) in order; a name stands for the same tokens everywhere."""
+    """A request. at: seconds from the start. parts: (name, tokens) in order; a name stands for the same tokens in all
+    requests."""
 
     at: float
     parts: tuple[tuple[Hashable, int], ...]
@@ -71,7 +72,7 @@ def poisson(rate: float, seconds: float) -> NDArray[np.float64]:
 
 
 def conversation(rate: float, seconds: float, trace: Sequence[LoggedRequest]) -> list[Arrival]:
-    """See above."""
+    """Arrivals of conversations."""
     rng = np.random.default_rng(SEED)
     root, language_tokens, country_tokens = CONVERSATION_LEVELS
     found, times = [], poisson(rate, seconds)
@@ -92,7 +93,7 @@ def conversation(rate: float, seconds: float, trace: Sequence[LoggedRequest]) ->
 
 
 def toolagent(rate: float, seconds: float) -> list[Arrival]:
-    """See above; a prompt over LONGEST_PROMPT tokens is left out, as its session's later ones are."""
+    """Arrivals of tool agents; a prompt over LONGEST_PROMPT tokens is left out, as its session's later ones are."""
     times = poisson(rate, seconds)
     fitting = [turn for turn in agent_requests(4 * len(times), SEED) if turn.input_tokens < LONGEST_PROMPT]
     return [
@@ -106,7 +107,7 @@ def toolagent(rate: float, seconds: float) -> list[Arrival]:
 
 
 def documents(rate: float, seconds: float, sizes: Sizes = SIZES) -> list[Arrival]:
-    """See above."""
+    """Arrivals of questions on documents."""
     rng, found = np.random.default_rng(SEED), list[Arrival]()
     for number, at in enumerate(poisson(rate / QUESTIONS, seconds)):
         document = (("document", number), int(rng.integers(*sizes.document)))
@@ -117,7 +118,7 @@ def documents(rate: float, seconds: float, sizes: Sizes = SIZES) -> list[Arrival
 
 
 def stretch(rate: float, seconds: float, trace: Sequence[LoggedRequest]) -> list[Arrival]:
-    """See above."""
+    """Arrivals of a stretch of the trace."""
     wanted = round(rate * seconds)
     chosen = trace[len(trace) // 2 :][:wanted]
     start, end = arrival_ms(chosen[0]), arrival_ms(chosen[-1])
@@ -134,7 +135,7 @@ def stretch(rate: float, seconds: float, trace: Sequence[LoggedRequest]) -> list
 
 
 def wanted_runs(arguments: argparse.Namespace) -> dict[str, list[Arrival]]:
-    """By name: workload and rate. arguments: workloads, scale, seconds, trace, quick."""
+    """Workload and rate, by name. arguments: workloads, scale, seconds, trace, quick."""
     if arguments.quick:
         return {f"documents {QUICK_RATE:g}/s": documents(QUICK_RATE, QUICK_SECONDS, QUICK_SIZES)}
     trace = read_trace(arguments.trace) if arguments.trace else ()

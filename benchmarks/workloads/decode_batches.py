@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Workload:
-    """levels: (number of groups, tokens), from the root; a request is in one group of each, in turn."""
+    """A tree. levels: (number of groups, tokens), from the root; a request is in one group of each, in turn."""
 
     requests: int
     levels: tuple[tuple[int, int], ...]

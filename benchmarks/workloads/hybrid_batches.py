@@ -35,23 +35,23 @@ class HybridBatch:
 
     @property
     def pages(self) -> int:
-        """In use."""
+        """Pages in use."""
         return pages_for(self.context, PAGE_SIZE) + self.decodes * pages_for(self.decode_context, PAGE_SIZE)
 
     @property
     def elements(self) -> int:
-        """Of the keys, in whole pages; as many of the values."""
+        """Elements of the keys, in whole pages; as many of the values."""
         return self.pages * PAGE_SIZE * self.heads[1] * HEAD_DIM
 
     @property
     def expected_us(self) -> tuple[float, float]:
-        """Of prefill and of decode, one after the other."""
+        """Expected time of prefill and of decode, one after the other."""
         pairs = self.chunk * (self.context - self.chunk) + self.chunk * (self.chunk + 1) // 2
         size = 4 * HEAD_DIM * self.heads[1] * self.decode_context * self.decodes
         return 4 * HEAD_DIM * self.heads[0] * pairs / FLOP_PER_US, size / BYTES_PER_US
 
     def paged(self) -> PagedBatch:
-        """Its block table; the chunk is row 0, every page is used once."""
+        """The block table; the chunk is row 0, every page is used once."""
         lens = np.array([self.context] + self.decodes * [self.decode_context], np.int32)
         used = -(-lens // PAGE_SIZE)
         table = np.zeros((len(lens), int(used.max())), np.int32)
@@ -122,7 +122,7 @@ def limits(us: dict[str, float]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the batches that count, all and by heads; times as `measure` has them."""
+    """Summary of the batches that count, all and by heads; times as `measure` has them."""
     counted = [row for row in rows if row["counted"]]
     groups = {"all": counted} | {
         heads: [row for row in counted if row["heads"] == heads] for heads in dict.fromkeys(r["heads"] for r in counted)
@@ -131,7 +131,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]], over: str, under: str) -> list[float]:
-    """Of two times, in the rows that have both."""
+    """Ratios of two times, in the rows that have both."""
     return [row["us"][over] / row["us"][under] for row in rows if over in row["us"] and under in row["us"]]
 
 

@@ -101,14 +101,14 @@ def parse_batch(text: str) -> PrefixTree:
 
 
 def batch_name(tree: PrefixTree) -> str:
-    """As `parse_batch` reads it."""
+    """The name of a batch, as `parse_batch` reads it."""
     above = zip(tree.nodes[:-1], tree.tokens[:-1], strict=True)
     levels = [f"{nodes} groups x {tokens}" if nodes > 1 else f"{tokens}" for nodes, tokens in above]
     return f"{tree.num_requests} x ({' + '.join([*levels, str(tree.tokens[-1])])})"
 
 
 def shapes_named(text: str) -> tuple[Shape, ...]:
-    """Those whose name contains the text.
+    """Shapes whose name contains the text.
 
     Raises:
         ValueError: there is none.
@@ -141,7 +141,7 @@ def why_not(row: Row, way: str) -> str:
 
 
 def speeds(rows: Sequence[Row], way: str, other: str) -> dict[str, float]:
-    """By batch, the time of the other way over that of `way`, where both were measured."""
+    """Speeds by batch: the time of the other way over that of `way`, where both were measured."""
     times = {row["batch"]: (us_of(row, way), us_of(row, other)) for row in rows}
     return {batch: theirs / us for batch, (us, theirs) in times.items() if us and theirs}
 
@@ -186,7 +186,8 @@ def misses(name: str, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """By shape: times of SOL of every way, its goal, speeds over FlashAttention-3 and over a bf16 cache, and misses."""
+    """What is said of each shape: times of SOL of every way, its goal, speeds over FlashAttention-3 and over a bf16
+    cache, and misses."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row["shape"] for row in rows):
         cells = [row for row in rows if row["shape"] == name]

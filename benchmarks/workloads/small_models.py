@@ -49,7 +49,7 @@ SHARED, LARGEST_TOKEN = 1040, 30000
 
 
 def folder_name(shape: Mapping[str, Any]) -> str:
-    """Of a model."""
+    """The folder's name of a model."""
     kv_heads = {1: "-one-kv-head", 8: "-many-heads"}.get(shape.get("num_key_value_heads", 0), "")
     return shape["model_type"] + ("-hybrid" if "is_hybrid_swa" in shape else "") + kv_heads
 

@@ -24,7 +24,7 @@ ORACLE = ("max(prefill, decode) of FlashAttention-3", "black")
 
 
 def measured_names(rows: list[dict[str, Any]], *names: str) -> list[str]:
-    """Those of `names` (of all, if none is given) that some row has."""
+    """Names among `names` (of all, if none is given) that some row has."""
     return [name for name in names or STYLES if any(name in row["us"] for row in rows)]
 
 

@@ -90,7 +90,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Fleet:
-    """So many engines, and how requests are routed to them; see `Router`."""
+    """Engines, and how requests are routed to them; see `Router`."""
 
     replicas: int
     route: str

@@ -249,7 +249,7 @@ class Engine:
         return outputs
 
     def blame(self, error: Exception) -> list[RequestOutput]:
-        """After a step that failed: the output of the request that caused it, which ends with the error; none yet if
+        """The output of the request that caused a step to fail, which ends with the error; none yet if
         there are several it could be. The next steps then compute fewer of them at a time, and no other request.
 
         Args:

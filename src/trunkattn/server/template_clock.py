@@ -16,7 +16,7 @@ class TemplateTimeout(RuntimeError):
 
 @contextmanager
 def template_clock(seconds: float) -> Iterator[None]:
-    """Within it a line of a template that is reached too late raises TemplateTimeout. For the calling thread alone."""
+    """Context in which a line of a template that is reached too late raises TemplateTimeout, in this thread alone."""
     deadline = time.monotonic() + seconds
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:

@@ -161,6 +161,6 @@ def num_masked_blocks(task):
 
 @gluon.jit
 def masked_query_block(task, number):
-    """Such a block, by its number in the sequence."""
+    """Number of such a block in the sequence."""
     m = task.begin + number
     return gl.where(m < task.full_begin, m, m - task.full_begin + task.full_end)
