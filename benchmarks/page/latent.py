@@ -19,7 +19,7 @@ def latent() -> Section | None:
     names = [name for name in NAMES if exists(name)]
     if not names:
         return None
-    head = ["card", "batch", "use", "heads", "once", *PEERS.values(), "TrunkAttention", "speed-up"]
+    head = ["card", "batch", "workload", "heads", "once", *PEERS.values(), "TrunkAttention", "speed-up"]
     rows = [cells_of(card_of(name), row) for name in names for row in by_heads(name)]
     means = [mean_row for name in names for mean_row in mean_rows(name)]
     means_head = ["card", "heads", "shared, mean", "shared, worst", "nothing shared, mean", "nothing shared, worst"]

@@ -162,7 +162,7 @@ def page() -> str:
     """The front page."""
     found = [(topic, topic.made()) for topic in topics()]
     links = [[f"[{topic.title}](performance/{topic.name}.md)", topic.about] for topic, _ in found]
-    head = ["use"] + [f"{card}: {what}" for card in ("H100", "H200") for what in ("FA3", "ours", "speed-up")]
+    head = ["workload"] + [f"{card}: {what}" for card in ("H100", "H200") for what in ("FA3", "ours", "speed-up")]
     versions = versions_of("vllm", {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"})
     pictures = "\n\n".join(f"![{draw().title}](pictures/{name}.svg)" for name, draw in CHARTS.items())
     return f"""---
@@ -221,7 +221,7 @@ def readme() -> str:
     cpu_engine = load("cpu-engine")["cases"]["32 × 256 unshared"]
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
-    head = ["use", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
+    head = ["workload", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
     where = f"""Where it loses: {training.in_words()}. One of six batches in GPT-OSS's shape takes {slowest:.2f}× the
 time there. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average.
 Where nothing is shared, two H200s lose {percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind

@@ -28,7 +28,7 @@ def tpot() -> Section:
     names, losses, tables = held("sglang-tpot-*"), list[Loss](), ""
     for name in names:
         first, *others = load(name)["runs"]
-        head = ["use", SHAPE, f"`{first}`"]
+        head = ["workload", SHAPE, f"`{first}`"]
         head += [cell for backend in others for cell in (f"`{backend}`", "speed-up")]
         rows = []
         for row in load(name)["rows"]:

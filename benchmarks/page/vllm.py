@@ -59,7 +59,7 @@ def busy_text(names: Mapping[str, str]) -> str:
     return f"""
 For how long the GPU is busy per token, ms, where that was traced. For the rest of a token's time it is idle.
 
-{table(["card", "model", "use", "FlashAttention-3", "TrunkAttention"], rows, 3)}
+{table(["card", "model", "workload", "FlashAttention-3", "TrunkAttention"], rows, 3)}
 """
 
 
@@ -96,7 +96,7 @@ def tpot_table(results: Mapping[str, str], losses: list[Loss]) -> str:
         rows.append(cells)
     command = "python -m benchmarks.engines.tpot --engine vllm --model FOLDER"
     command += " [--turns FILE --kv-gib 14] [--tensor-parallel 2]"
-    head = ["use", SHAPE]
+    head = ["workload", SHAPE]
     for label in labels:
         head += [f"{label}: FA3", f"{label}: ours", "speed-up"]
     return f"""In vLLM {version}:
@@ -144,7 +144,7 @@ def models() -> Section | None:
 
 Time per output token in milliseconds, random weights in each model's shape.
 
-{folded(f"{len(rows)} batches", table(["card", "model", "use", "FA3", "ours", "speed-up"], rows, 3))}
+{folded(f"{len(rows)} batches", table(["card", "model", "workload", "FA3", "ours", "speed-up"], rows, 3))}
 {busy_text(found)}
 {sources(f"{command} [--kv-cache-dtype fp8] --turns FILE --kv-gib N", *found)}
 """
@@ -170,7 +170,7 @@ def latent() -> Section | None:
 Time per output token in milliseconds of DeepSeek-V3's attention with 16 heads, the rank of one of 8 cards, in 27 layers
 with dense MLPs and random weights. `TRUNK_MLA` computes the decodes. The speed-up is over the faster of vLLM's own.
 
-{table(["card", "use", *LATENT.values(), "speed-up"], rows, 2)}
+{table(["card", "workload", *LATENT.values(), "speed-up"], rows, 2)}
 
 {sources("python -m benchmarks.engines.tpot --engine vllm --shape deepseek-v3-16 --turns FILE --kv-gib 5", *names)}
 """
@@ -186,7 +186,7 @@ def ranks() -> Section | None:
 Time per output token in milliseconds under decode context parallelism: each card holds a part of each request's keys.
 Llama-3-8B's query heads, with one KV head.
 
-{table(["card", "number", "use", "FA3", "ours", "speed-up"], rows, 3)}
+{table(["card", "number", "workload", "FA3", "ours", "speed-up"], rows, 3)}
 
 {sources("python -m benchmarks.engines.tpot --engine vllm --model FOLDER --dcp 2", *names)}
 """
@@ -221,7 +221,7 @@ def invariance() -> Section:
         note_loss(losses, f"vLLM, batch invariance: {use_of(row['workload'])}", FA3, ours / stock)
     (equal,) = load("vllm-equality-h100-invariant")["rows"]
     bits = equal["same_bits_CUSTOM"]
-    head = ["use", SHAPE, "FA3", "ours", "speed-up", "ours without it", "price"]
+    head = ["workload", SHAPE, "FA3", "ours", "speed-up", "ours without it", "price"]
     text = f"""## Batch invariance
 
 Milliseconds per token with `VLLM_BATCH_INVARIANT=1` on an H100, 16 layers of Llama-3-8B's shape. The price is our time

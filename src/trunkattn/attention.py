@@ -8,6 +8,7 @@ import torch
 from trunkattn.backend import PARTS, Backend, Counters, Part, PlannedStep
 from trunkattn.config import BACKENDS, AttentionConfig, Capacity
 from trunkattn.inputs import (
+    LayerInputs,
     PromptChunks,
     Scale,
     StepInputs,
@@ -270,8 +271,9 @@ class BatchAttention:
         """
         config = self.config
         self._check_own("plan", plan)
-        options = (out, q_scale, k_scale, v_scale, sinks, return_lse)
-        inputs = of_layer(config, q, k_cache, v_cache, options)
+        tensors: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out, "sinks": sinks}
+        scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        inputs = of_layer(config, LayerInputs(**tensors, **scales, return_lse=return_lse))
         q, k_cache = inputs.q, inputs.k_cache
         rows = plan.num_query_tokens
         if self.capacity is not None and isinstance(q, torch.Tensor) and q.dim():

@@ -207,16 +207,20 @@ class LayerInputs(NamedTuple):
     q_rope: torch.Tensor | None = None
 
 
-def of_layer(config: AttentionConfig, q: Any, k_cache: Any, v_cache: Any, options: tuple) -> LayerInputs:
+def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
     """The arguments of `run`, with keys and values as two tensors [pages, page_size, num_kv_heads, ...]: those of a
-    latent cache are views of it, and a `v_cache` that is given must be that view. options: the other arguments."""
+    latent cache are views of it, and a `v_cache` that is given must be that view. arguments: as the caller gives them,
+    unchecked."""
+    q: Any = arguments.q
+    k_cache: Any = arguments.k_cache
+    v_cache: Any = arguments.v_cache
     latent_dim = config.latent_dim
     if latent_dim is None:
         if isinstance(q, tuple):
             raise TypeError("q is a pair: expected one tensor, for the configuration has no latent_dim")
         if v_cache is None:
             raise ValueError("v_cache is missing: expected a tensor, or a configuration with latent_dim")
-        return LayerInputs(q, k_cache, v_cache, *options)
+        return arguments
     q, q_rope = q if isinstance(q, tuple) and len(q) == 2 else (q, None)
     given = k_cache if isinstance(k_cache, torch.Tensor) else torch.empty(0, dtype=torch.uint8, device="cpu")
     if given.dim() != 3 or given.shape[1:] != (config.page_size, config.head_dim):
@@ -231,8 +235,13 @@ def of_layer(config: AttentionConfig, q: Any, k_cache: Any, v_cache: Any, option
             f"v_cache is another tensor than the first {latent_dim} columns of k_cache: expected None, for a latent "
             "cache holds the values; a model without latent attention needs a configuration without latent_dim"
         )
-    layer = LayerInputs(q, k_cache.unsqueeze(2), values.unsqueeze(2), *options)
-    return layer._replace(q_rope=q_rope, v_scale=_of_rows(layer.k_scale, layer.v_scale))
+    return arguments._replace(
+        q=q,
+        k_cache=k_cache.unsqueeze(2),
+        v_cache=values.unsqueeze(2),
+        v_scale=_of_rows(arguments.k_scale, arguments.v_scale),
+        q_rope=q_rope,
+    )
 
 
 def _of_rows(k_scale: Scale, v_scale: Scale) -> Scale:

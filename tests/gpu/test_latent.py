@@ -60,11 +60,18 @@ def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor
     return q, cache.to(config.cache_dtype)
 
 
+def arguments(q: Any, cache: torch.Tensor, k_scale: float | None = None) -> LayerInputs:
+    """The arguments of a layer whose values are columns of its keys."""
+    tensors: dict[str, Any] = {"q": q, "k_cache": cache, "v_cache": None}
+    unset = dict.fromkeys(("out", "q_scale", "v_scale", "sinks"))
+    return LayerInputs(**tensors, **unset, k_scale=k_scale, return_lse=True)
+
+
 def run(
     backend: GpuBackend, step: Any, q: Any, cache: torch.Tensor, k_scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse."""
-    inputs: LayerInputs = of_layer(backend.config, q, cache, None, (None, None, k_scale, None, None, True))
+    inputs = of_layer(backend.config, arguments(q, cache, k_scale))
     rows = max(step.num_query_tokens, len(inputs.q))  # of a step planned on the device it knows none
     out = torch.full((rows, backend.config.num_qo_heads, LATENT), math.nan, dtype=backend.config.dtype)
     return out, backend.run(step, inputs, out)
@@ -192,7 +199,7 @@ def test_where_the_fast_kernel_cannot_read_a_layer_the_portable_one_reads_the_sa
     q, cache = tensors_of(config, batch)
     step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
     assert step.gpu_plan.launches[0].kernel == spec.DECODE
-    inputs = of_layer(config, q, cache, None, (None, None, None, None, None, True))
+    inputs = of_layer(config, arguments(q, cache))
     out = torch.full((5, 16, spec.LATENT_DIM), math.nan, dtype=torch.float16)
     backend.run(step, inputs, out)
     arrays = (torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens))

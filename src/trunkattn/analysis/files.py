@@ -16,7 +16,7 @@ LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", "
 COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
 _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
-_CHUNK: Final = 1 << 20
+_READ_BYTES: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
 
 Read = Callable[[int], None]
@@ -101,7 +101,7 @@ def _of_file(file: Path, read: Read) -> Contents:
     if start == _PARQUET:
         return Contents("row", _rows(file, read))
     with _opened(file, lambda count: None) as stream:
-        head = stream.read(_CHUNK).removeprefix(_MARK).lstrip()
+        head = stream.read(_READ_BYTES).removeprefix(_MARK).lstrip()
     if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
     if head[:1] not in (b"{", b"") and b"," in head.split(b"\n", 1)[0] and b".csv" in file.name.lower().encode():
@@ -126,7 +126,7 @@ def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
     with file.open("rb") as plain:
         start = plain.read(4)
         plain.seek(0)
-        counted: Any = io.BufferedReader(_Counted(plain, read), _CHUNK)
+        counted: Any = io.BufferedReader(_Counted(plain, read), _READ_BYTES)
         try:
             if start[:2] == _GZIP:
                 with gzip.open(counted) as stream:
@@ -163,7 +163,7 @@ def _zstd(file: Path, stream: BinaryIO) -> io.BufferedReader:
             f"{file}: it is compressed by Zstandard, and the package zstandard is missing; run pip install zstandard, "
             f"or decompress the file"
         ) from error
-    return io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _CHUNK)
+    return io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _READ_BYTES)
 
 
 class _Frames(io.RawIOBase):
@@ -179,7 +179,7 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._packed = self._packed or self._stream.read(_CHUNK)
+            self._packed = self._packed or self._stream.read(_READ_BYTES)
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError("its last frame is cut")
@@ -236,7 +236,7 @@ def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
 def _values(stream: io.TextIOBase) -> Iterator[Any]:
     """JSON values between brackets, commas and spaces. A value that is cut is tried again with twice as much text."""
     decoder = json.JSONDecoder()
-    text, start, size = "", 0, _CHUNK
+    text, start, size = "", 0, _READ_BYTES
     while True:
         more = stream.read(size)
         text, start = text[start:] + more, 0
@@ -251,11 +251,11 @@ def _values(stream: io.TextIOBase) -> Iterator[Any]:
                 if not more:
                     raise
                 break
-            size = _CHUNK
+            size = _READ_BYTES
             yield value
         if not more:
             return
-        size = max(_CHUNK, len(text) - start)
+        size = max(_READ_BYTES, len(text) - start)
 
 
 def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:

@@ -212,8 +212,16 @@ def _merge(token, slots, head, shape, outputs, options, acc_at):
 
 @njit(inline="always")
 def _shape_of(a):
-    sizes = (a.num_qo_heads, a.num_kv_heads, a.head_dim, a.head_dim_v, a.page_size)
-    return Shape(*sizes, a.kv_kind, a.window, a.aligned_blocks != 0)
+    return Shape(
+        num_qo_heads=a.num_qo_heads,
+        num_kv_heads=a.num_kv_heads,
+        head_dim=a.head_dim,
+        head_dim_v=a.head_dim_v,
+        page_size=a.page_size,
+        kv_kind=a.kv_kind,
+        window=a.window,
+        aligned_blocks=a.aligned_blocks != 0,
+    )
 
 
 @cache

@@ -1,7 +1,7 @@
 """Float32 linear layers for the CPU, with the executor's register tile.
 
 A decode step multiplies every weight by a few rows, so it streams the whole model from memory: the weights lie in
-panels in the order of use, and the lines of the next chunk are fetched one per step of the arithmetic.
+panels in the order of use, and the lines of the next slice are fetched one per step of the arithmetic.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ from trunkattn.cpu.threads import call_on_threads, kernel_address
 
 _ROWS: Final = TILES.score_keys
 PANEL: Final = TILES.score_vectors * LANES
-_CHUNK_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
+_SLICE_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
 _LINE_BYTES: Final = 64
 
 
@@ -63,8 +63,17 @@ def multiply(x: NDArray[np.float32], panels: NDArray[np.float32], out: NDArray[n
     """out[m, :] = panels · x[m, :]. x [rows, in_features], out [rows, len(panels) * PANEL]; contiguous, not checked."""
     if len(x):
         num_threads = min(num_threads, len(panels))
-        sizes = (*x.shape, len(panels), num_threads)
-        arguments = np.array(_Arguments(address_of(x), address_of(panels), address_of(out), *sizes), np.int64)
+        rows, depth = x.shape
+        given = _Arguments(
+            x=address_of(x),
+            panels=address_of(panels),
+            out=address_of(out),
+            rows=rows,
+            depth=depth,
+            num_panels=len(panels),
+            num_threads=num_threads,
+        )
+        arguments = np.array(given, np.int64)
         call_on_threads(_kernel(), address_of(arguments), num_threads)
 
 
@@ -75,7 +84,7 @@ def _kernel() -> int:
 
 @njit(by_address=True, fastmath={"contract", "nsz"})
 def _multiply_panels(arguments, thread):
-    """A thread's panels, one by one, in chunks of the depth: a chunk stays in L1 while all rows pass over it."""
+    """A thread's panels, one by one, in slices of the depth: a slice stays in L1 while all rows pass over it."""
     numbers = array_at(arguments, np.int64)
     a = _Arguments(
         x=numbers[0],
@@ -86,8 +95,8 @@ def _multiply_panels(arguments, thread):
         num_panels=numbers[5],
         num_threads=numbers[6],
     )
-    most = max(1, _CHUNK_BYTES // (4 * PANEL))
-    chunks = (a.depth + most - 1) // most
+    most = max(1, _SLICE_BYTES // (4 * PANEL))
+    slices = (a.depth + most - 1) // most
     x_offsets, weight_offsets = np.empty(a.rows, np.int64), np.empty(most, np.int64)
     for m in range(a.rows):
         x_offsets[m] = m * a.depth
@@ -96,16 +105,16 @@ def _multiply_panels(arguments, thread):
     lines = np.empty((a.rows // _ROWS + _ROWS) * most, np.int64)
     for panel in range(a.num_panels * thread // a.num_threads, a.num_panels * (thread + 1) // a.num_threads):
         out = array_at(a.out + 4 * panel * PANEL, np.float32)
-        for chunk in range(chunks):
-            first, last = a.depth * chunk // chunks, a.depth * (chunk + 1) // chunks
+        for number in range(slices):
+            first, last = a.depth * number // slices, a.depth * (number + 1) // slices
             weights = a.panels + 4 * (panel * a.depth + first) * PANEL
             _fill_lines(lines, weights + 4 * (last - first) * PANEL, a.panels)
             x = Operand(array_at(a.x + 4 * first, np.float32), x_offsets)
             w = Operand(array_at(weights, np.float32), weight_offsets)
-            if chunk == 0:
-                _multiply_chunk(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_FIRST, LINEAR_ROW_FIRST)
+            if number == 0:
+                _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_FIRST, LINEAR_ROW_FIRST)
             else:
-                _multiply_chunk(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_LATER, LINEAR_ROW_LATER)
+                _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_LATER, LINEAR_ROW_LATER)
 
 
 class Operand(NamedTuple):
@@ -117,8 +126,8 @@ class Operand(NamedTuple):
 
 @njit(inline="always")
 def _fill_lines(lines, following, harmless):
-    """Addresses of the cache lines of the chunk that follows; where there are more places, one that is harmless."""
-    count = min(len(lines), _CHUNK_BYTES // _LINE_BYTES)
+    """Addresses of the cache lines of the slice that follows; where there are more places, one that is harmless."""
+    count = min(len(lines), _SLICE_BYTES // _LINE_BYTES)
     for i in range(count):
         lines[i] = following + i * _LINE_BYTES
     for i in range(count, len(lines)):
@@ -126,7 +135,7 @@ def _fill_lines(lines, following, harmless):
 
 
 @njit(inline="always")  # the tiles' shapes must stay literals
-def _multiply_chunk(out, width, x, weights, lines, depth, tile, row_tile):
+def _multiply_slice(out, width, x, weights, lines, depth, tile, row_tile):
     """out (+)= x · weights, for all rows and one panel."""
     right = RightOperand(weights.array, weights.offsets, 0)
     rows, m = len(x.offsets), 0

@@ -157,8 +157,15 @@ def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, describ
     tiles = {
         f"{tile.rows}x{tile.block_tokens}": int(counts[i] + counts[i + heights]) for i, tile in enumerate(rule.tiles)
     }
-    read = int((tile_list.segments[:, 1] >> 16).sum())
     tallest = rule.tiles[-1].entries(rule.group_size)
     unshared = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
-    items = len(tile_list.items)
-    return PlanStats(read, unshared, items, items, tiles, *described)
+    policy, reason = described
+    return PlanStats(
+        kv_tokens_read=int((tile_list.segments[:, 1] >> 16).sum()),
+        kv_tokens_per_query=unshared,
+        num_packs=len(tile_list.items),
+        num_work_items=len(tile_list.items),
+        tiles=tiles,
+        policy=policy,
+        reason=reason,
+    )

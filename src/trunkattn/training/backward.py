@@ -103,8 +103,8 @@ def backward(
         q.shape, dtype=q.dtype if deterministic else torch.float32, device=q.device
     )
     if q.numel():
-        _prepare(PrepareTensors(out, dout, lse, dlse, delta, shift))
-    tensors = KeysTensors(q, k, v, dout, shift, delta, dq, dk, dv)
+        _prepare(PrepareTensors(out=out, dout=dout, lse=lse, dlse=dlse, delta=delta, shift=shift))
+    tensors = KeysTensors(q=q, k=k, v=v, dout=dout, shift=shift, delta=delta, dq=dq, dk=dk, dv=dv)
     write_key_gradients(tensors, sequences, chosen["keys" if deterministic else "one_pass"], not deterministic)
     if deterministic:
         write_query_gradients(QueriesTensors(*tensors[:7]), sequences, chosen["queries"])

@@ -236,7 +236,15 @@ def keys_kernel(
         tensors.shift + at_row,
         tensors.delta + at_row,
     )
-    side = QuerySide(strides.q_head, strides.q_token, out_stride, q_stride, seqlen_q, len_q, len_k)
+    side = QuerySide(
+        q_head=strides.q_head,
+        q_token=strides.q_token,
+        dout_token=out_stride,
+        dq_token=q_stride,
+        row_head=seqlen_q,
+        length=len_q,
+        len_k=len_k,
+    )
     ranges = seen_by(batch, n, first, len_q, len_k, TILE, VARIANT)
     D: tl.constexpr = SHAPE.keys.padded
     D_V: tl.constexpr = SHAPE.head_values.padded

@@ -317,7 +317,7 @@ def find_queries(
     kv_head = head // SHAPE.group_size
     k_head = k + row * strides.k_batch + begin_k * strides.k_token + kv_head * strides.k_head
     v_head = v + row * strides.v_batch + begin_k * strides.v_token + kv_head * strides.v_head
-    queries = QueryBlock(q_head, block * TILE.block_m, head, row, begin_q, len_q)
+    queries = QueryBlock(q=q_head, first=block * TILE.block_m, head=head, batch=row, begin=begin_q, length=len_q)
     return queries, Keys(k_head, v_head, strides.k_token, strides.v_token, len_k)
 
 
@@ -337,20 +337,29 @@ def arguments(
     """Returns the arguments of the kernels for q, k and v with a batch dimension."""
     seqlen_q, seqlen_k, packed = q.shape[1], k.shape[1], sequences.packed
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
-    tables = (None,) * len(TreeTables._fields) if sequences.tree is None else sequences.tree
-    sums = sequences.cu_seqlens_q, sequences.cu_seqlens_k
-    window = sequences.window_within(seqlen_q + seqlen_k)
-    fields: tuple[Any, ...] = (*sums, *tables, window, num_sequences, seqlen_q, seqlen_k, q.shape[2], num_blocks)
+    tables = dict.fromkeys(TreeTables._fields) if sequences.tree is None else sequences.tree._asdict()
     return Arguments(
-        Batch(*fields),
+        Batch(
+            cu_seqlens_q=sequences.cu_seqlens_q,
+            cu_seqlens_k=sequences.cu_seqlens_k,
+            **tables,
+            window=sequences.window_within(seqlen_q + seqlen_k),
+            num_sequences=num_sequences,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            num_qo_heads=q.shape[2],
+            num_blocks=num_blocks,
+        ),
         Scales(sequences.sm_scale * LOG2_E.value, sequences.sm_scale, sequences.soft_cap or 0.0),
         Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         attention_shape(q.shape[2] // k.shape[2], (q.shape[3], v.shape[3]), q.dtype),
         Variant(
-            sequences.causal,
-            packed,
-            sequences.tree is not None,
-            *sequences.has_options,
+            causal=sequences.causal,
+            packed=packed,
+            tree=sequences.tree is not None,
+            window=sequences.sliding_window is not None,
+            soft_cap=sequences.soft_cap is not None,
+            sinks=sequences.sinks is not None,
             even_q=not packed and seqlen_q % tile.block_m == 0,
             even_k=not packed and seqlen_k % tile.block_n == 0,
         ),

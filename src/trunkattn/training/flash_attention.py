@@ -68,8 +68,11 @@ def flash_attention(
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
-    masks = causal, sm_scale, sliding_window, logits_soft_cap, sinks, cu_seqlens_q, cu_seqlens_k, tree
-    return _attend(q, k, v, Options(*masks, deterministic, return_lse))
+    masks = {"causal": causal, "sliding_window": sliding_window, "tree": tree}
+    logits = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks}
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    options = Options(**masks, **logits, **packed, deterministic=deterministic, return_lse=return_lse)
+    return _attend(q, k, v, options)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor | Pair:

@@ -181,7 +181,7 @@ def forward(
     if out.numel() and num_blocks:
         given = arguments(q4, k4, v4, sequences, tile, num_blocks)
         forward_kernel[(num_blocks * heads * batch,)](
-            ForwardTensors(q4, k4, v4, out, lse, sequences.sinks),
+            ForwardTensors(q=q4, k=k4, v=v4, out=out, lse=lse, sinks=sequences.sinks),
             given.batch,
             given.scales,
             given.strides,

@@ -67,12 +67,8 @@ class Sequences:
     @property
     def options(self) -> tuple[str, ...]:
         """The arguments of `flash_attention` that are given and not every kernel has."""
-        return tuple(name for name, given in zip(OPTIONS, self.has_options, strict=True) if given)
-
-    @property
-    def has_options(self) -> tuple[bool, bool, bool]:
-        """Which of `OPTIONS` are given."""
-        return self.sliding_window is not None, self.soft_cap is not None, self.sinks is not None
+        given = (self.sliding_window, self.soft_cap, self.sinks)
+        return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value is not None)
 
     def window_within(self, tokens: int) -> int:
         """The window in a sequence of so many queries and keys together, where a larger one than that hides nothing

@@ -117,7 +117,14 @@ def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
     seen = tl.load(entries.position + at, mask=is_last, other=0) + 1 - span * _SPAN
     tokens = tl.where(is_one, tl.minimum(seen, _SPAN), _SPAN)
     segments = tl.cdiv(tokens, SIZES.segment_size)
-    return _Scan(sees, runs, is_last, first, segments, segments == _SPAN // SIZES.segment_size)
+    return _Scan(
+        sees=sees,
+        run=runs,
+        is_last=is_last,
+        first=first,
+        segments=segments,
+        ends=segments == _SPAN // SIZES.segment_size,
+    )
 
 
 @triton.jit
@@ -311,7 +318,9 @@ class InvariantPlanner(DevicePlanner):
             block=min(power_of_two(capacity.max_query_tokens), _BLOCK),
         )
         spans, tokens, items = self._num_spans, capacity.max_query_tokens, self._limits.items
-        lengths = SpanArrays(spans, spans, spans, tokens, items, items)
+        lengths = SpanArrays(
+            ending=spans, others=spans, queries=spans, first_slot=tokens, item_entry=items, item_span=items
+        )
         arrays = {
             f"span_{name}": torch.zeros(length, dtype=torch.int32, device=self._device)
             for name, length in lengths._asdict().items()

@@ -150,9 +150,26 @@ _TMA_LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 
 def layer_of(t: Tensors) -> Layer:
     """The argument `layer` of the kernels."""
-    modifiers = (t.logit_scale, t.v_scale, t.sinks)
-    strides = (*t.q.stride()[:2], *t.out.stride()[:2], *t.k_cache.stride()[:3], *t.v_cache.stride()[:3])
-    return Layer(t.q, t.out, t.lse, t.partial, t.partial_lse, *modifiers, *strides)
+    return Layer(
+        q=t.q,
+        out=t.out,
+        lse=t.lse,
+        partial=t.partial,
+        partial_lse=t.partial_lse,
+        logit_scale=t.logit_scale,
+        v_scale=t.v_scale,
+        sinks=t.sinks,
+        q_token_stride=t.q.stride(0),
+        q_head_stride=t.q.stride(1),
+        out_token_stride=t.out.stride(0),
+        out_head_stride=t.out.stride(1),
+        k_page_stride=t.k_cache.stride(0),
+        k_token_stride=t.k_cache.stride(1),
+        k_head_stride=t.k_cache.stride(2),
+        v_page_stride=t.v_cache.stride(0),
+        v_token_stride=t.v_cache.stride(1),
+        v_head_stride=t.v_cache.stride(2),
+    )
 
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -255,7 +255,9 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                 token = gl.load(tiles.queries + first_query + query, mask=used, other=0)
                 position = gl.load(tiles.positions + token, mask=used, other=0)
             at = segment_of(blocks, 0, C, T)
-            mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
+            mask_args = BlockMask(
+                segments=tiles.segments, at=at, end=blocks.end, query=query, position=position, window=window
+            )
             state = attend_first_block(q_tile, kv, index, blocks.count > 1, scale, MASK, mask_args, C, T)
             index += 1
             for phase in range(3):  # a loop, so that the code of masked blocks takes the instruction cache once
@@ -267,7 +269,14 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                 else:
                     for nth in range(begin, gl.where(phase == 0, blocks.num_masked_first, blocks.count)):
                         at = segment_of(blocks, nth, C, T)
-                        mask_args = BlockMask(tiles.segments, at, blocks.end, query, position, window)
+                        mask_args = BlockMask(
+                            segments=tiles.segments,
+                            at=at,
+                            end=blocks.end,
+                            query=query,
+                            position=position,
+                            window=window,
+                        )
                         more = nth + 1 < blocks.count
                         state = attend_block(state, q_tile, kv, index, more, scale, MASK, mask_args, C, T)
                         index += 1

@@ -75,20 +75,20 @@ def mainloop_tile(
     )
     num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
-        head_dim,
-        block_n,
-        num_stages,
-        num_threads,
-        num_producer_warps,
-        num_producer_warps > 1,
-        k_empty,
-        v_empty,
-        mask_ahead,
-        value_dim,
-        _parts_of(key_dim or head_dim),
-        scores,
-        acc,
-        copy_layout(value_dim),
+        head_dim=head_dim,
+        block_n=block_n,
+        num_stages=num_stages,
+        num_threads=num_threads,
+        num_producer_warps=num_producer_warps,
+        stored=num_producer_warps > 1,
+        k_empty=k_empty,
+        v_empty=v_empty,
+        mask_ahead=mask_ahead,
+        value_dim=value_dim,
+        key_parts=_parts_of(key_dim or head_dim),
+        scores=scores,
+        acc=acc,
+        copy=copy_layout(value_dim),
     )
 
 

@@ -286,7 +286,11 @@ def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C
             state = _attend_block(state, index, scale, 0, memory, pipeline, False, ACC, C, S)
             index += 2
         for at in range(shared_end, end, BLOCK_SEGMENTS):
-            mask = mask_columns(BlockMask(tiles.segments, at, end, query, position, window), ACC, C)
+            mask = mask_columns(
+                BlockMask(segments=tiles.segments, at=at, end=end, query=query, position=position, window=window),
+                ACC,
+                C,
+            )
             state = _attend_block(state, index, scale, mask, memory, pipeline, True, ACC, C, S)
             index += 2
         v_scale = gl.load(layer.v_scale + kv_head)

@@ -292,7 +292,15 @@ def tiles_of(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, 
     source, head_dim = source_of(kv_itemsize, page_size), width_of(head_dim)
     shape = TILES[source, head_dim]
     tall = GpuTile(
-        64, shape.block_n, 4, 2, shape.ctas_per_sm, *shape.tall, flat_n=shape.block_n, kernel=DECODE, one_launch=True
+        block_m=64,
+        block_n=shape.block_n,
+        warps=4,
+        stages=2,
+        ctas_per_sm=shape.ctas_per_sm,
+        **shape.tall._asdict(),
+        flat_n=shape.block_n,
+        kernel=DECODE,
+        one_launch=True,
     )
     middle = replace(tall, block_m=32, **shape.middle._asdict())
     if source is Source.LOADED or (source is Source.WIDENED and head_dim > WIDE):

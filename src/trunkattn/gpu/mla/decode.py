@@ -89,9 +89,18 @@ def constants(
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (BLOCK_ROWS.value, HALF_DIM.value)
     )
-    heads = (num_qo_heads, num_qo_heads // group_size, group_size)
-    copy = copy_layout(HALF_DIM.value)
-    return LatentConstants(*heads, page_size, segment_size, masked, return_lse, scores, acc, copy)
+    return LatentConstants(
+        num_qo_heads=num_qo_heads,
+        num_head_groups=num_qo_heads // group_size,
+        group_size=group_size,
+        page_size=page_size,
+        segment_size=segment_size,
+        masked=masked,
+        return_lse=return_lse,
+        scores=scores,
+        acc=acc,
+        copy=copy_layout(HALF_DIM.value),
+    )
 
 
 class LatentLayer(NamedTuple):
@@ -297,13 +306,13 @@ def latent_decode_kernel(
     buffers = allocate_buffers(desc, C)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
-        gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
-        gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
-        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        q=gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
+        p_left=gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
+        p_right=gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
+        max_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        max_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        sum_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        sum_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
     )
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_head_groups
@@ -332,8 +341,22 @@ def tma_descriptor(cache: torch.Tensor, segment_size: int) -> TensorDescriptor:
 def layer_of(t: Tensors) -> LatentLayer:
     """The argument `layer`."""
     assert t.q_rope is not None
-    strides = (*t.q.stride()[:2], *t.q_rope.stride()[:2], *t.out.stride()[:2])
-    return LatentLayer(t.q, t.q_rope, t.out, t.lse, t.partial, t.partial_lse, t.logit_scale, t.v_scale, *strides)
+    return LatentLayer(
+        q_latent=t.q,
+        q_rope=t.q_rope,
+        out=t.out,
+        lse=t.lse,
+        partial=t.partial,
+        partial_lse=t.partial_lse,
+        logit_scale=t.logit_scale,
+        v_scale=t.v_scale,
+        q_latent_token_stride=t.q.stride(0),
+        q_latent_head_stride=t.q.stride(1),
+        q_rope_token_stride=t.q_rope.stride(0),
+        q_rope_head_stride=t.q_rope.stride(1),
+        out_token_stride=t.out.stride(0),
+        out_head_stride=t.out.stride(1),
+    )
 
 
 LAYER: Final = ("layer", "desc")  # the arguments that differ from layer to layer

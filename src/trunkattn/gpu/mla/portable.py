@@ -185,7 +185,9 @@ LAYER: Final = ("operands", "modifiers")  # the arguments that differ from layer
 
 def operands_of(t: Tensors) -> LatentOperands:
     """The tensors of a layer."""
-    return LatentOperands(t.q, t.q_rope, t.k_cache, t.out, t.lse, t.partial, t.partial_lse)
+    return LatentOperands(
+        q=t.q, q_rope=t.q_rope, cache=t.k_cache, out=t.out, lse=t.lse, partial=t.partial, partial_lse=t.partial_lse
+    )
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:

@@ -231,12 +231,12 @@ def attend_private(
             tl.reshape(state.row_sum, (SUBTILES, ROWS)),
         )
         query = Query(
-            tl.reshape(query.tile, (SUBTILES, ROWS, D)),
-            tl.reshape(query.number, (SUBTILES, ROWS)),
-            tl.reshape(query.position, (SUBTILES, ROWS)),
-            query.scale,
-            query.soft_cap,
-            query.window,
+            tile=tl.reshape(query.tile, (SUBTILES, ROWS, D)),
+            number=tl.reshape(query.number, (SUBTILES, ROWS)),
+            position=tl.reshape(query.position, (SUBTILES, ROWS)),
+            scale=query.scale,
+            soft_cap=query.soft_cap,
+            window=query.window,
         )
         places = KeyPlaces(
             subtile[:, None] * EACH + (n // TILE.segment_size)[None, :],
@@ -294,11 +294,15 @@ def compute_item(
     scale = tl.load(modifiers.logit_scale + kv_head)
     head = tl.cast(kv_head, tl.int64)  # heads may lie far apart
     k, v = operands.k_cache + head * strides.k_head, operands.v_cache + head * strides.v_head
-    cache = HeadCache(k, v, strides.k_page, strides.k_token, strides.v_page, strides.v_token)
+    cache = HeadCache(
+        k=k, v=v, k_page=strides.k_page, k_token=strides.k_token, v_page=strides.v_page, v_token=strides.v_token
+    )
     position = number
     if FEATURES.masked:
         position = tl.load(work.positions + token, mask=used, other=0)
-    query = Query(tile, number, position, scale, modifiers.soft_cap, modifiers.window)
+    query = Query(
+        tile=tile, number=number, position=position, scale=scale, soft_cap=modifiers.soft_cap, window=modifiers.window
+    )
     state = empty_state(BLOCK_M, SHAPE.padded_dim_v)
     state = attend_shared(state, query, item, cache, work.segments, SHAPE, TILE, FEATURES)
     state = attend_private(state, query, item, cache, work.segments, SHAPE, TILE, FEATURES)
@@ -396,4 +400,11 @@ def launch_arguments(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchO
 
 def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:
     """The constants of a tile of the table."""
-    return DecodeTile(tile.block_m, tile.block_n, segment_size, tile.subtiles, tile.private_n, tile.stages)
+    return DecodeTile(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        segment_size=segment_size,
+        subtiles=tile.subtiles,
+        private_n=tile.private_n,
+        stages=tile.stages,
+    )

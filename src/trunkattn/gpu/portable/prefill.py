@@ -180,7 +180,9 @@ def prefill_item(
     state = empty_state(BLOCK_M, SHAPE.padded_dim_v)
     head = tl.cast(kv_head, tl.int64)  # heads may lie far apart
     k, v = operands.k_cache + head * strides.k_head, operands.v_cache + head * strides.v_head
-    cache = HeadCache(k, v, strides.k_page, strides.k_token, strides.v_page, strides.v_token)
+    cache = HeadCache(
+        k=k, v=v, k_page=strides.k_page, k_token=strides.k_token, v_page=strides.v_page, v_token=strides.v_token
+    )
     pages = work.block_table + item.kv_row.to(tl.int64) * table_stride
     page_row = PageRow(pages, (item.kv_end + SHAPE.page_size - 1) // SHAPE.page_size)
     blocks = key_blocks(item, position, used, modifiers.window, TILE)

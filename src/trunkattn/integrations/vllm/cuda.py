@@ -321,8 +321,17 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         if self._ranks is not None and _any_context(batch, rows):
             context_lens = self._ranks.local_lens(lens - starts.diff())
             most = self._ranks.most_local(batch.max_seq_len)
-        longest = (batch.max_query_len, batch.max_seq_len)
-        return PrefillRows(tokens, starts, lens, table, *longest, plans, context_lens, most)
+        return PrefillRows(
+            tokens=tokens,
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=table,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            plans=plans,
+            context_lens=context_lens,
+            max_context_len=most,
+        )
 
     def _count(self, step: CudaStep, traffic: DeviceTraffic) -> None:
         """Counts the path of the last step, which has run by now, and the traffic of earlier steps that has arrived."""

@@ -108,9 +108,18 @@ class TrunkAttentionImpl(AttentionImpl):
         self.sinks = self._model_sinks
         dtype, kv_dtype = torch.get_default_dtype(), versions.KV_DTYPES[layer.kv_cache_dtype]  # the model's, as set
         heads = self.num_heads * self.dcp_world_size  # of all ranks that hold a part of each request
-        shape = (heads, self.num_kv_heads, self.head_size, dtype, kv_dtype, self.scale)
-        soft_cap, invariant = layer.logits_soft_cap or None, bool(envs.VLLM_BATCH_INVARIANT)
-        self.layer_spec = LayerSpec(*shape, soft_cap, sinks is not None, layer.sliding_window, invariant)
+        self.layer_spec = LayerSpec(
+            num_qo_heads=heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            sm_scale=self.scale,
+            logits_soft_cap=layer.logits_soft_cap or None,
+            sinks=sinks is not None,
+            sliding_window=layer.sliding_window,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        )
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
         self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size

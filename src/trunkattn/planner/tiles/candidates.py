@@ -115,10 +115,16 @@ def candidates(rule: TilingRule) -> list[Tiling]:
 
 def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, limits: tuple[int, int]) -> tiles.Stage:
     shape = rule.tiles[tile_index]
-    height = 1 if tiling.per_query else shape.entries(rule.group_size)
-    items = max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves
-    blocks = (shape.block_tokens // rule.segment_size, items, shape.subtiles, shape.private_tokens // rule.segment_size)
-    return tiles.Stage(height, *limits, *blocks)
+    least, below = limits
+    return tiles.Stage(
+        height=1 if tiling.per_query else shape.entries(rule.group_size),
+        least=least,
+        below=below,
+        block_segments=shape.block_tokens // rule.segment_size,
+        num_splits=max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves,
+        subtiles=shape.subtiles,
+        private_segments=shape.private_tokens // rule.segment_size,
+    )
 
 
 class TileStage(NamedTuple):
@@ -174,8 +180,16 @@ class PricedTilings(NamedTuple):
 
 
 def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
-    num_slots = max(1, tile.num_programs // rule.num_kv_heads)
-    return tile_costs.TileTimes(*tile.block_ns, *tile.chain_ns, num_slots, tile.ctas_per_sm, tile.read_percent)
+    (full_ns, masked_ns), (full_chain_ns, masked_chain_ns) = tile.block_ns, tile.chain_ns
+    return tile_costs.TileTimes(
+        full_ns=full_ns,
+        masked_ns=masked_ns,
+        full_chain_ns=full_chain_ns,
+        masked_chain_ns=masked_chain_ns,
+        num_slots=max(1, tile.num_programs // rule.num_kv_heads),
+        ctas_per_sm=tile.ctas_per_sm,
+        read_percent=tile.read_percent,
+    )
 
 
 def price(rule: TilingRule) -> PricedTilings:

@@ -132,7 +132,7 @@ def backward(
     row_blocks = batch * num_qo_heads * num_blocks
     rows = torch.empty(row_blocks * 2, tile.block_m, dtype=torch.float32, device=q.device)
     dq_sums = torch.empty(row_blocks * tile.block_m, tile.dim, dtype=torch.float32, device=q.device)
-    tensors = RowsTensors(out, dout, lse, dlse, rows, dq_sums, dq)
+    tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, dq=dq)
     sums = sequences.cu_seqlens_q
     given = RowsBatch(sums, 0 if sums is None else len(sums) - 1, seqlen_q, num_qo_heads, num_blocks)
     constants = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}

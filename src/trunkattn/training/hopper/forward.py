@@ -175,7 +175,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
         last = gl.minimum(last, tile.len_k - 1) if C.variant.causal else m * 0 + tile.len_k - 1
     keys = tile_keys(tile, tables, C)
     box = last_box(tile, keys, C)
-    rows = _Rows(q_tile, kv, last, tile.len_q, scale, tables)
+    rows = _Rows(q_tile=q_tile, kv=kv, last=last, length=tile.len_q, scale=scale, tables=tables)
     args = _MaskArgs(keys.last - box.before, box.before, last, _subtree_ends(keys.last, tile.len_q, tables, MASKED, C))
     more = keys.last > keys.ranges.begin
     attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
@@ -294,7 +294,14 @@ def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Vari
         )
         for width in widths
     )
-    return ForwardConstants(tile, variant, mainloop, value_shape, head_dims[1], sum(widths) <= _MOST_WITH_OWN_OUT)
+    return ForwardConstants(
+        tile=tile,
+        variant=variant,
+        mainloop=mainloop,
+        value_shape=value_shape,
+        value_dim=head_dims[1],
+        own_out=sum(widths) <= _MOST_WITH_OWN_OUT,
+    )
 
 
 def forward(
@@ -307,15 +314,29 @@ def forward(
     tile = hopper_forward_tile(head_dims) if tile is None else tile
     out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
-    tree, sums = sequences.tree, (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-    num_sequences = 0 if sums[0] is None else len(sums[0]) - 1
+    tree = sequences.tree
+    num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
     causal = sequences.causal or tree is not None
-    variant = Variant(causal, sequences.packed, tree is not None, *(False,) * 5)
+    variant = Variant(
+        causal=causal,
+        packed=sequences.packed,
+        tree=tree is not None,
+        window=False,
+        soft_cap=False,
+        sinks=False,
+        even_q=False,
+        even_k=False,
+    )
     group = heads // k4.shape[2]
     section = max(_SECTION_BYTES // (k4.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
-    tables = Tables(*sums, None, None, None, torch.zeros(1, dtype=torch.int32, device=q.device))
-    if tree is not None:
-        tables = tables._replace(subtree_end=tree.subtree_end, segment_of=tree.segment_of, segments=tree.segments)
+    tables = Tables(
+        cu_seqlens_q=sequences.cu_seqlens_q,
+        cu_seqlens_k=sequences.cu_seqlens_k,
+        subtree_end=None if tree is None else tree.subtree_end,
+        segment_of=None if tree is None else tree.segment_of,
+        segments=None if tree is None else tree.segments,
+        next_tile=torch.zeros(1, dtype=torch.int32, device=q.device),
+    )
     constants, rows = forward_constants(head_dims, tile, variant), WARPGROUP_ROWS.value
     widths = hopper_widths(head_dims)
     given = ForwardArguments(
@@ -330,7 +351,7 @@ def forward(
         scale=sequences.sm_scale * LOG2_E,
         C=constants,
     )
-    num_tiles = (sequences.blocks(sums[0], seqlen_q, tile.block_m) + sequences.packed) * heads * batch
+    num_tiles = (sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     launch = hopper_forward_kernel[(min(num_sms, num_tiles),)]
     launch(**given._asdict(), num_warps=4, maxnreg=LAUNCH_REGISTERS)

@@ -46,8 +46,22 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (block_m, dim, dim_v, _PANEL)
     )
-    layouts = scores, dk, dv, dq, copy_layout(dim), copy_layout(dim_v)
-    return BackwardTile(block_m, BLOCK_N, dim, dim_v, _NUM_STAGES, _NUM_THREADS, False, dim == 64, *layouts)
+    return BackwardTile(
+        block_m=block_m,
+        block_n=BLOCK_N,
+        dim=dim,
+        dim_v=dim_v,
+        num_stages=_NUM_STAGES,
+        num_threads=_NUM_THREADS,
+        stored=False,
+        ahead=dim == 64,
+        scores=scores,
+        dk=dk,
+        dv=dv,
+        dq=dq,
+        copy_k=copy_layout(dim),
+        copy_v=copy_layout(dim_v),
+    )
 
 
 class BackwardConstants(NamedTuple):
@@ -131,19 +145,19 @@ def find_keys(work, batch, C: gl.constexpr):
     full_end = gl.maximum(full_end, full_begin)
     begin, end = ranges.begin // BLOCK_M, (ranges.end + BLOCK_M - 1) // BLOCK_M
     return KeyTask(
-        row,
-        kv_head,
-        first,
-        begin_q,
-        begin_k,
-        len_q,
-        len_k,
-        begin,
-        full_begin,
-        full_end,
-        end,
-        row_block,
-        work.num_row_blocks,
+        row=row,
+        kv_head=kv_head,
+        first=first,
+        begin_q=begin_q,
+        begin_k=begin_k,
+        len_q=len_q,
+        len_k=len_k,
+        begin=begin,
+        full_begin=full_begin,
+        full_end=full_end,
+        end=end,
+        row_block=row_block,
+        num_row_blocks=work.num_row_blocks,
     )
 
 

@@ -157,7 +157,9 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
             keys = tile_keys(tile, tables, C)
             box = last_box(tile, keys, C)
             kv_head = tile.head // (q_desc.shape[2] // k_desc.shape[2])
-            loads = _Loads(k_desc, v_desc, memory.kv, tile.batch, kv_head, tile.begin_k)
+            loads = _Loads(
+                k_desc=k_desc, v_desc=v_desc, kv=memory.kv, batch=tile.batch, head=kv_head, begin=tile.begin_k
+            )
             _load(k_desc, memory.kv.k, index, box.token, loads, BAR_K_EMPTY, T)
             _send_tile(q_desc, tile, memory, turn == 0, C)
             turn += 1
@@ -165,4 +167,6 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
             _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
             index = state.index + 1
         number = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)  # consumers have two blocks until it is known
-    _send_tile(q_desc, QueryTile(0, -1, 0, 0, 0, 0, 0), memory, turn == 0, C)
+    _send_tile(
+        q_desc, QueryTile(first=0, head=-1, batch=0, begin_q=0, len_q=0, begin_k=0, len_k=0), memory, turn == 0, C
+    )

@@ -98,7 +98,13 @@ def _read(info, i: gl.constexpr):
 def read_tile(info):
     """The tile in shared memory. A warpgroup reads it."""
     return QueryTile(
-        _read(info, 0), _read(info, 1), _read(info, 2), _read(info, 3), _read(info, 4), _read(info, 5), _read(info, 6)
+        first=_read(info, 0),
+        head=_read(info, 1),
+        batch=_read(info, 2),
+        begin_q=_read(info, 3),
+        len_q=_read(info, 4),
+        begin_k=_read(info, 5),
+        len_k=_read(info, 6),
     )
 
 
@@ -132,7 +138,15 @@ def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.conste
         else:
             begin_q = gl.minimum(gl.maximum(gl.load(tables.cu_seqlens_q + sequence), 0), len_q)
             len_q, len_k = len_q - begin_q, 0
-    return QueryTile(block * BLOCK_M, head % q_desc.shape[2], head // q_desc.shape[2], begin_q, len_q, begin_k, len_k)
+    return QueryTile(
+        first=block * BLOCK_M,
+        head=head % q_desc.shape[2],
+        batch=head // q_desc.shape[2],
+        begin_q=begin_q,
+        len_q=len_q,
+        begin_k=begin_k,
+        len_k=len_k,
+    )
 
 
 @gluon.jit
