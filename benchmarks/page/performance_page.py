@@ -146,7 +146,7 @@ def worst_losses(found: Sequence[tuple[Topic, list[Section]]]) -> list[list[obje
 
 
 def use_rows() -> list[list[object]]:
-    """Time per token in vLLM by use: FlashAttention-3, ours and the speed-up on both cards, the largest first."""
+    """Time per token in vLLM by workload: FlashAttention-3, ours and the speed-up on both cards, the largest first."""
     rows = []
     pairs = vllm.tpot_rows("vllm-tpot-h100", "vllm-tpot-h200")
     for hopper, larger in sorted(pairs, key=lambda pair: -vllm.speed_up(pair[0])):
@@ -181,7 +181,7 @@ fastest peer. The losses stand below, the largest first.
 
 </div>
 
-## Time per token, by use
+## Time per token, by workload
 
 Milliseconds in vLLM {versions}, Llama-3-8B's shape, bf16. FA3 is FlashAttention-3, vLLM's own choice.
 
@@ -222,10 +222,11 @@ def readme() -> str:
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
     head = ["workload", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
-    where = f"""Where it loses: {training.in_words()}. One of six batches in GPT-OSS's shape takes {slowest:.2f}× the
-time there. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average.
-Where nothing is shared, two H200s lose {percent(loss)}, and the engine on a CPU is {percent(cpu_loss)} behind
-vLLM's."""
+    alone = max(loss.ratio for loss in cpu.streams().losses)
+    where = f"""**Where it loses.** One request on a CPU takes {alone:.1f}× llama.cpp's time. {training.in_words()} One of
+six batches in GPT-OSS's shape takes {slowest:.2f}× FlashAttention-3's time in vLLM. With an fp8 cache, shared batches take
+{min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s are
+{percent(loss)} slower, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}

@@ -80,18 +80,18 @@ def over_cudnn() -> list[float]:
 
 
 def in_words() -> str:
-    """What the front page says of losses in training on an H100."""
+    """What the README says of losses in training on an H100, in sentences."""
     rows, trees = named("h100"), rows_of("trees-h100")
-    found = [f"training kernels of our own reach {span(over_cudnn())} of the speed of PyTorch's cuDNN on an H100"]
+    found = [f"Our own training kernels reach {span(over_cudnn())} of the speed of PyTorch's cuDNN on an H100."]
     if default := speeds(rows, "default", tuple(PEERS)):
-        found.append(f"what `flash_attention` takes by default reaches {span(default)} of the fastest peer's")
+        found.append(f"What `flash_attention` takes by default reaches {span(default)} of the fastest peer's speed.")
     if by_tree := speeds(trees, "one_pass", ("cudnn_flex",)):
         slower = span(1 / speed for speed in by_tree)
-        found.append(f"prefix trees take {slower} times as long in kernels of our own as in cuDNN's")
+        found.append(f"Prefix trees take {slower} times as long in our own kernels as in cuDNN's.")
     elif by_flex := speeds(trees, "repeated", ("flex_attention",)):
         most = f"{1 / min(by_flex):.2f}× the time of FlexAttention on their tree"
-        found.append(f"sequences that repeat a prefix take up to {most} (`tree=` is not measured yet)")
-    return and_(found)
+        found.append(f"Sequences that repeat a prefix take up to {most} (`tree=` is not measured yet).")
+    return " ".join(found)
 
 
 def batches() -> Section | None:

@@ -62,7 +62,10 @@ def test_batches_show_speeds_ratios_and_losses(results: Path) -> None:
     assert found["training, what a user gets, H100: forward, backward or both", "FlashAttention-4"] == 1.25
     assert found["training in kernels of our own, H100: forward", "FlashAttention-3"] == 4
     assert ("training, what a user gets, H100: forward, backward or both", "PyTorch cuDNN") not in found
-    assert "what `flash_attention` takes by default reaches 1.12 to 1.12 of the fastest peer's" in training.in_words()
+    assert (
+        "What `flash_attention` takes by default reaches 1.12 to 1.12 of the fastest peer's speed."
+        in training.in_words()
+    )
 
 
 def test_lengths_are_means_of_at_least_four(results: Path) -> None:
@@ -90,7 +93,7 @@ def test_trees_before_and_after_they_are_measured(results: Path) -> None:
     assert "| 2048 + 16x1024 | 2000 | 4000 | 0.10 | 0.05 |  |  |" in made.text
     assert losses(made) == {("a prefix tree by `tree=`, H100", "cuDNN flex on the tree"): 1.2}
     write(results, "trees-h100", [after | {"one_pass": cell(2, 8)}])
-    assert "prefix trees take 2.00 to 2.00 times as long in kernels of our own as in cuDNN's" in training.in_words()
+    assert "Prefix trees take 2.00 to 2.00 times as long in our own kernels as in cuDNN's." in training.in_words()
 
 
 def test_a_step_that_does_not_fit_is_out_of_memory(results: Path) -> None:

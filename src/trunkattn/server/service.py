@@ -247,7 +247,14 @@ class Service:
                 return self.loop.engine.check_request(token_ids, params, name)
 
         checked = await lanes.run(len(token_ids), check)
-        return Submission(checked, caller.salt, caller.tenant, caller.arrival_time, num_logprobs, form_seconds)
+        return Submission(
+            checked=checked,
+            cache_salt=caller.salt,
+            tenant=caller.tenant,
+            arrival_time=caller.arrival_time,
+            num_logprobs=num_logprobs,
+            form_seconds=form_seconds,
+        )
 
     async def render(self, num_places: int, work: Callable[[], Result]) -> Result:
         """The result of some work on an answer, done at once if it is little. num_places: see the function."""
