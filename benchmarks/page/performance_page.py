@@ -223,9 +223,9 @@ def readme() -> str:
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
     head = ["workload", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
     alone = max(loss.ratio for loss in cpu.streams().losses)
-    where = f"""**Where it loses.** One request on a CPU takes {alone:.1f}× llama.cpp's time. {training.in_words()} One of
-six batches in GPT-OSS's shape takes {slowest:.2f}× FlashAttention-3's time in vLLM. With an fp8 cache, shared batches take
-{min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s are
+    where = f"""**Where it loses.** One request on a CPU takes {alone:.1f}× llama.cpp's time. {training.in_words()}
+One of six batches in GPT-OSS's shape takes {slowest:.2f}× FlashAttention-3's time in vLLM. With an fp8 cache, shared
+batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s are
 {percent(loss)} slower, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
