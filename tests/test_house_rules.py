@@ -22,7 +22,7 @@ MAX_UNFORMATTED = 9  # places in src at which the formatter is switched off
 MAX_MEASUREMENTS = 8  # comments in src that hold a measurement: these belong in docs/lab
 # Signatures that the public interface or torch fixes; everything that they call takes dataclasses.
 PUBLIC_PARAMETERS = MappingProxyType(
-    {"paged_attention": 10, "BatchAttention.run": 10, "flash_attention": 13, "_backward": 15}
+    {"paged_attention": 10, "BatchAttention.run": 10, "flash_attention": 13, "attention": 11, "_backward": 15}
 )
 # Compiled functions get their types from their compiler.
 KERNELS = ("triton.jit", "gluon.jit")

@@ -13,6 +13,7 @@ from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_ke
 from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.training.cudnn_trees import intervals
 from trunkattn.training.op import attention as training_op
+from trunkattn.training.op import tables_of
 from trunkattn.training.spec import TrainingConfig
 
 
@@ -51,9 +52,9 @@ def own_flash_attention(
     deterministic: bool = False,
 ) -> torch.Tensor:
     """`flash_attention` by kernels of this project, where by default a cuDNN computes."""
-    tables = [] if tree is None else list(tree.tables(q.device))
+    tables = tables_of(tree=None if tree is None else tree.tables(q.device))
     switches = [int(causal or tree is not None), 0, int(deterministic)]
-    return training_op(q, k, v, None, tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+    return training_op(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
 
 
 def training_kernel(q: torch.Tensor, work: Work) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
+from trunkattn.training.op import tables_of
 
 from ..attention.cases import fraction
 from .training_cases import BF16, F16, F32, FEATURES, TABLE, TREES, TrainingCase, longer, run, tree_case
@@ -104,15 +105,14 @@ def test_lse_is_optional_and_of_the_shape_of_q() -> None:
 def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
     """Schema, fake tensors, autograd and tracing with dynamic shapes."""
     q, k, v = (tensor.clone().requires_grad_() for tensor in case.inputs[:3])
-    sums = [tensor for tensor in case.cu_seqlens if tensor is not None]
-    tables = sums if case.tree is None else list(case.tree.tables(q.device))
+    tables = tables_of(*case.cu_seqlens, tree=None if case.tree is None else case.tree.tables(q.device))
     sinks = None if case.sinks is None else case.sinks.clone().requires_grad_()
-    options = (sinks, tables, [1, case.sliding_window or 0, 1], 0.3, case.soft_cap or 0.0)
+    options = (sinks, *tables, [1, case.sliding_window or 0, 1], 0.3, case.soft_cap or 0.0)
     torch.library.opcheck(torch.ops.trunkattn.flash_attention, (q, k, v, *options))
     out, lse = torch.ops.trunkattn.flash_attention(q, k, v, *options)
     saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
     gradients = (torch.ones_like(saved[3]), torch.ones_like(saved[4]))
-    every = (None if sinks is None else sinks.detach(), *tables, *[None] * (4 - len(tables)), *options[2:])
+    every = (None if sinks is None else sinks.detach(), *options[1:])
     torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (*gradients, *saved, *every))
 
 

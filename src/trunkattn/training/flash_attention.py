@@ -10,7 +10,7 @@ from trunkattn.gpu.kernel import Kernel, Work, choose
 from trunkattn.training import spec
 from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
-from trunkattn.training.op import attention
+from trunkattn.training.op import attention, tables_of
 from trunkattn.training.prefix_tree import PrefixTree
 
 
@@ -81,9 +81,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         return _nested(q, k, v, options)
     q, k, v = (_autocast(tensor) for tensor in (q, k, v))
     check(q, k, v, options)
-    tables = [] if options.cu_seqlens_q is None else [options.cu_seqlens_q, options.cu_seqlens_k]
-    if options.tree is not None:
-        tables = list(options.tree.tables(q.device))
+    tree = None if options.tree is None else options.tree.tables(q.device)
     ordered = options.deterministic or torch.are_deterministic_algorithms_enabled()
     sm_scale = float(1 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale)
     kernel = _whole_kernel(q, k, v, options._replace(deterministic=ordered))
@@ -98,7 +96,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         k,
         v,
         None if options.sinks is None else options.sinks.to(sums_dtype(q)),
-        tables,
+        *tables_of(options.cu_seqlens_q, options.cu_seqlens_k, tree),
         [int(options.causal or options.tree is not None), options.sliding_window or 0, int(ordered)],
         sm_scale,
         float(options.logits_soft_cap or 0),

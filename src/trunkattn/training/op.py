@@ -1,39 +1,53 @@
 """Attention in training and its gradients as two custom ops of torch, so that autograd and `torch.compile` take them.
 
-On a GPU the kernels of the table compute, on a CPU blocks of PyTorch do. Ops take tensors and numbers only:
+On a GPU the kernels of the table compute, on a CPU blocks of PyTorch do. Ops take tensors and numbers only. They have
+no list of tensors, because torch.autograd.grad takes batches of gradients (`is_grads_batched`) through an op without
+one only, and PyTorch takes longer to call one that has:
 
-    tables: none of a batch; cu_seqlens of queries and of keys of packed sequences; the `TreeTables` of a tree.
+    table_0 to table_3: `tables_of`.
     switches: causal, sliding_window (0 for none) and deterministic, which is for the backward pass.
     soft_cap: 0 for none.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.library import custom_op
 
-from trunkattn.gpu.cards import card_at
+from trunkattn.gpu.cards import Card, card_at
 from trunkattn.gpu.kernel import Work, choose, portable_kernel
 from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
 from trunkattn.training.sequences import Sequences, TreeTables
 
+Tables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def tables_of(
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, tree: TreeTables | None = None
+) -> Tables:
+    """Tables of the ops: cu_seqlens of queries and of keys and twice None of packed sequences, those of a tree, or four
+    times None of a batch."""
+    return (cu_seqlens_q, cu_seqlens_k, None, None) if tree is None else tree
+
 
 def _sequences(
-    sinks: torch.Tensor | None, tables: list[torch.Tensor], switches: list[int], sm_scale: float, soft_cap: float
+    sinks: torch.Tensor | None, tables: Tables, switches: list[int], sm_scale: float, soft_cap: float
 ) -> Sequences:
     """The arguments of an op by their names."""
     causal, window, _ = switches
-    sums = (None, None) if len(tables) != 2 else (tables[0].contiguous(), tables[1].contiguous())
+    given = [table for table in tables if table is not None]
+    sums = (given[0].contiguous(), given[1].contiguous()) if len(given) == 2 else (None, None)
     return Sequences(
         causal=bool(causal),
         sm_scale=sm_scale,
         cu_seqlens_q=sums[0],
         cu_seqlens_k=sums[1],
-        tree=TreeTables(*tables) if len(tables) == len(TreeTables._fields) else None,
+        tree=TreeTables(*given) if len(given) == len(TreeTables._fields) else None,
         sliding_window=window or None,
         soft_cap=soft_cap or None,
         sinks=None if sinks is None else sinks.contiguous(),
@@ -44,21 +58,37 @@ def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType
     """The source of the kernel for some work on the card of q, k and v. The portable kernel stands in for one that
     cannot read them. options: as of a `TrainingConfig`."""
     q, _, v = tensors
-    choice = choose(work, spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options), card_at(q.device))
+    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options)
+    source, portable = _sources(work, config, card_at(q.device))
+    return source if source is portable or source.reads(*tensors) else portable
+
+
+@lru_cache
+def _sources(work: Work, config: spec.TrainingConfig, card: Card) -> tuple[ModuleType, ModuleType]:
+    """The source of the kernel of the table, and of the one that stands in for it."""
+    choice = choose(work, config, card)
     if choice.kernel is None:
         *_, reasons = choice.passed_over.values()  # of the one that refuses least
         raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(reasons)}")
-    source = choice.kernel.source()
-    return source if choice.kernel.portable or source.reads(*tensors) else portable_kernel(work).source()
+    return choice.kernel.source(), portable_kernel(work).source()
 
 
 @custom_op("trunkattn::flash_attention", mutates_args=())
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, tables: list[torch.Tensor],
-    switches: list[int], sm_scale: float, soft_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    table_0: torch.Tensor | None,
+    table_1: torch.Tensor | None,
+    table_2: torch.Tensor | None,
+    table_3: torch.Tensor | None,
+    switches: list[int],
+    sm_scale: float,
+    soft_cap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
-    given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
+    given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
     if q.is_cuda:
         forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
         with torch.cuda.device(q.device):  # launches go to the current device
@@ -96,10 +126,8 @@ def _backward(
     sm_scale: float,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv and dsinks, which is empty without sinks. It has no list of tensors, because torch.autograd.grad takes
-    batches of gradients (`is_grads_batched`) through an op without one only."""
-    tables = [table for table in (table_0, table_1, table_2, table_3) if table is not None]
-    given = _sequences(sinks, tables, switches, sm_scale, soft_cap)
+    """dq, dk, dv and dsinks, which is empty without sinks."""
+    given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
     if q.is_cuda:
         deterministic = bool(switches[2])
         options = given.options + ("deterministic",) * deterministic
@@ -128,17 +156,16 @@ def _(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, sinks, tables, *ctx.options = inputs
-    ctx.has_sinks, ctx.num_tables = sinks is not None, len(tables)
-    ctx.save_for_backward(q, k, v, *output, *(() if sinks is None else (sinks,)), *tables)
+    *tensors, _, _, _ = inputs
+    ctx.options = inputs[-3:]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors  # checkpointing unpacks them once
-    sinks = rest.pop(0) if ctx.has_sinks else None
-    tables = [*rest, *[None] * (len(TreeTables._fields) - len(rest))]
-    dq, dk, dv, dsinks = _backward(dout, dlse, q, k, v, out, lse, sinks, *tables, *ctx.options)
-    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), [None] * ctx.num_tables, None, None, None
+    saved = ctx.saved_tensors  # checkpointing unpacks them once
+    dq, dk, dv, dsinks = _backward(dout, dlse, *saved, *ctx.options)
+    sinks = saved[5]
+    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *(None,) * 7
 
 
 attention.register_autograd(_gradients, setup_context=_save)
@@ -147,14 +174,12 @@ attention.register_autograd(_gradients, setup_context=_save)
 def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of an op under vmap: it computes each element by itself and stacks the results."""
 
-    def element(argument: Any, dim: Any, index: int) -> Any:
-        if isinstance(argument, list) and isinstance(dim, list | tuple):
-            return [element(*pair, index) for pair in zip(argument, dim, strict=True)]
-        return argument if dim is None else argument.select(dim, index)
-
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         pairs = list(zip(arguments, in_dims, strict=True))
-        results = [op(*(element(*pair, index) for pair in pairs)) for index in range(info.batch_size)]
+        results = [
+            op(*(given.select(dim, index) if isinstance(dim, int) else given for given, dim in pairs))
+            for index in range(info.batch_size)
+        ]
         stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
