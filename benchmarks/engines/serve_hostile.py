@@ -16,8 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -33,6 +36,7 @@ CHAT: Final = "/v1/chat/completions"
 MAX_PAUSE_S: Final = 0.5
 MAX_HEALTH_S: Final = 0.2
 IDLE_CONNECTIONS: Final = 500
+LIVE_PAGES: Final = 100
 WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
 MESSAGES: Final = [{"role": "user", "content": "hi"}]
 CHAIN: Final = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
@@ -53,6 +57,8 @@ def chat(**changes: Any) -> tuple[str, bytes]:
 def hostile() -> dict[str, tuple[str, bytes]]:
     """A request of each kind: path and body."""
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 3_500_000}}
+    many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 990_000}}}
+    schema = {"properties": {f"p{i:04}": {"type": "null"} for i in range(4900)}}
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     return {
         "a wrong item after a million": (COMPLETE, b'{"prompt":[' + b"1," * 990_000 + b'"x"]}'),
@@ -60,6 +66,8 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "a body over the limit": (COMPLETE, b'{"prompt":"' + b"a" * 40_000_000 + b'"}'),
         "a text of 10 MB": completion(prompt="ab " * 3_500_000),
         "tools of 10 MB": chat(tools=[tool]),
+        "tools of a million values": chat(tools=[many]),
+        "a million values of a template": chat(chat_template_kwargs={"x": [1] * 990_000}),
         "brackets": (COMPLETE, b"[" * 10_000_000),
         "brackets in arguments": chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]),
         "numbers without end": completion(temperature=10**400, top_k=2**63),
@@ -68,9 +76,14 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "stop tokens": completion(stop_token_ids=[5] * 2_000_000),
         "all log-probabilities": completion(logprobs=49_152),
         "the most log-probabilities": completion(logprobs=20, n=32, max_tokens=16),
+        "log-probabilities of long prompts": completion(prompt=["tide " * 4000] * 8, echo=True, logprobs=20),
+        "many answers to long prompts": completion(prompt=["tide " * 7000] * 2, n=64),
         "a regex of 90 kB": completion(structured_outputs={"regex": "(a|b)?" * 15_000}),
         "a regex that takes its time": completion(structured_outputs={"regex": "(a|b)?" * 1_300}),
         "a schema that compiles for minutes": completion(structured_outputs={"json": {"multipleOf": 12_345_677}}),
+        "a schema of a million values": completion(structured_outputs={"json": {"enum": [1] * 990_000}}),
+        "the largest schema": completion(structured_outputs={"json": schema}, n=4),
+        "a grammar of white space": completion(structured_outputs={"grammar": "start" + " " * 110_000}),
         "a chain of references": completion(structured_outputs={"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}),
         "a chain of rules": completion(structured_outputs={"grammar": RULES}),
         "a program as template": chat(chat_template_kwargs={"chat_template": LOOP}),
@@ -139,12 +152,17 @@ def send(url: str, path: str, body: bytes, times: int) -> str:
         except httpx.HTTPError as error:
             seen.append(type(error).__name__)
 
-    threads = [threading.Thread(target=one) for _ in range(times)]
+    together([one] * times)
+    return ",".join(sorted(set(seen)))
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes calls at the same time, each on a thread, and waits for all."""
+    threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return ",".join(sorted(set(seen)))
 
 
 def wait(seconds: float) -> str:
@@ -165,20 +183,47 @@ def hold_connections(url: str) -> str:
     return f"{len(held)} held"
 
 
+def open_pages(url: str) -> str:
+    """Opens many live pages at once, and reads some seconds of each."""
+
+    def look() -> None:
+        with httpx.stream("GET", url + "/live", timeout=60) as response:
+            seen.append(str(response.status_code))
+            end = time.monotonic() + 3
+            for _ in response.iter_lines():
+                if time.monotonic() > end:
+                    return
+
+    seen: list[str] = []
+    together([look] * LIVE_PAGES)
+    return ",".join(sorted(set(seen)))
+
+
+def send_everything(url: str) -> str:
+    """Sends a request of each kind, all at once."""
+    kinds = hostile().values()
+    together([partial(send, url, path, body, 1) for path, body in kinds])
+    return f"{len(kinds)} kinds"
+
+
 def run(folder: Path, seconds: int, times: int) -> dict[str, Any]:
     """Runs what the module says."""
     found: dict[str, Any] = {"at_once": times}
-    command = ours(folder, 8206, "--max-num-batched-tokens", "256")
-    with server(command, folder / "hostile.log") as (url, process):
+    command = ours(folder, 8206, "--max-num-batched-tokens", "256", "--max-num-seqs", "64")
+    # A process of its own sends: its work would else delay what the witness sees.
+    elsewhere = ProcessPoolExecutor(1, get_context("spawn"))
+    with elsewhere, server(command, folder / "hostile.log") as (url, process):
         texts: set[str] = set()
-        kinds: dict[str, Callable[[], str]] = {"nothing": lambda: wait(seconds)}
+        kinds: dict[str, Callable[[], str]] = {"nothing": partial(wait, seconds)}
         for name, (path, body) in hostile().items():
-            kinds[name] = lambda path=path, body=body: send(url, path, body, times)  # type: ignore[misc]
-        kinds["idle connections"] = lambda: hold_connections(url)
+            kinds[name] = partial(send, url, path, body, times)
+        kinds["idle connections"] = partial(hold_connections, url)
+        kinds["live pages"] = partial(open_pages, url)
+        kinds["everything at once"] = partial(send_everything, url)
         for name, act in kinds.items():
             with Watch(url, lambda: memory_mb(process)).watching() as watch:
                 time.sleep(0.5)
-                seen = act()
+                seen = elsewhere.submit(act).result()
             texts |= watch.texts
             found[name] = watch.figures() | {"answers": seen}
             print(f"{name:36} {found[name]}", flush=True)

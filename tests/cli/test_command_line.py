@@ -216,3 +216,11 @@ def test_a_bad_value_is_reported_by_the_name_on_the_command_line(message: str, h
         raise ValueError(message)
     assert caught.value.param_hint == hint
     assert caught.value.message == (message if hint is None else "'x': expected y")
+
+
+def test_a_message_names_other_options_as_the_command_line_does() -> None:
+    with pytest.raises(typer.BadParameter) as caught, reported_by_option(NamedOptions):
+        raise ValueError("card='x': expected a card, or num_cards=2; raise head_dim, --num_cards or lower num_cards")
+    assert caught.value.message == (
+        "'x': expected a card, or --num-cards=2; raise head_dim, --num_cards or lower --num-cards"
+    )

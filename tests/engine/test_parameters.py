@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from trunkattn.engine import LLM, SamplingParams, scheduler
+from trunkattn.engine import LLM, SamplingParams
 
 VOCAB = 256
 PROMPTS = [[(7 * place + number) % 200 + 1 for place in range(30)] for number in range(3)]
@@ -116,7 +116,7 @@ def test_a_step_holds_few_rows_of_prompt_logits(llm: LLM, monkeypatch: pytest.Mo
         return logits
 
     monkeypatch.setattr(llm.engine.runner, "execute", counted)
-    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGITS", 5)
+    monkeypatch.setattr(llm.engine.scheduler, "_max_prompt_logits", 5)
     outputs = llm.generate(PROMPTS, params)
     assert max(rows) <= 5 + 2 * len(PROMPTS) and len(rows) > 5
     for output, before in zip(outputs, expected, strict=True):

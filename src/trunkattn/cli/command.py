@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -82,8 +82,14 @@ def reported_by_option(options: type[Any]) -> Iterator[None]:
         names = {field.name: _option_name(field) for field in fields(options)}
         option = names.get(name, f"--{name.replace('_', '-')}")
         if option not in names.values():
-            raise typer.BadParameter(str(error)) from error
-        raise typer.BadParameter(value, param_hint=option) from error
+            raise typer.BadParameter(_by_option(str(error), names)) from error
+        raise typer.BadParameter(_by_option(value, names), param_hint=option) from error
+
+
+def _by_option(message: str, names: Mapping[str, str]) -> str:
+    """A message of the library in which fields have their names on the command line. A name of one word may be a word
+    of the message, and stays."""
+    return re.sub(r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
 
 
 def _option_name(field: Field[Any]) -> str:

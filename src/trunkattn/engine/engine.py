@@ -132,8 +132,9 @@ class Engine:
         kept = self._token_rules.truncate(prompt_token_ids, params)
         if not 1 <= len(kept) <= limit:
             raise ValueError(
-                f"{name} has {len(kept)} tokens: expected 1 to {limit}, one less than max_model_len, the least of the "
-                f"model's limit, the option max_model_len and the KV cache's size"
+                f"{name} has {len(kept)} tokens: expected 1 to {limit}, because prompt and answer have room for "
+                f"{limit + 1} by the model, the option max_model_len or the KV cache; shorten the prompt, or raise the "
+                f"lowest of the three"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):

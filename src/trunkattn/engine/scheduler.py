@@ -18,6 +18,7 @@ from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
 MAX_PROMPT_LOGITS: Final = 512  # rows of a step for tokens of prompts; each row is as long as the vocabulary
+ROW_TOKENS: Final = 4  # of the budget of a step: what such a row costs
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._max_prompt_logits = max(1, min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS))
         self._fill = POLICIES[policy]
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
@@ -182,7 +184,7 @@ class Scheduler:
             request = self.running[position]
             num_later = len(self.running) - position - 1  # one token of the budget is reserved for each of them
             start = request.num_computed_tokens
-            num_tokens = _within_logits(request, min(request.num_tokens - start, budget - num_later), batch)
+            num_tokens = self._within_logits(request, min(request.num_tokens - start, budget - num_later), batch)
             if not self._extend(request, start + num_tokens, batch):
                 break
             batch.chunks.append(ScheduledChunk(request, start, num_tokens))
@@ -242,7 +244,7 @@ class Scheduler:
         cached = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, reuse)
         num_tokens = request.num_tokens - cached
         if chunked:
-            num_tokens = _within_logits(request, min(num_tokens, budget), batch)
+            num_tokens = self._within_logits(request, min(num_tokens, budget), batch)
         is_over = num_tokens > budget and bool(batch.chunks)
         if is_over or not self.cache.can_extend(request.request_id, request.num_tokens):
             self.cache.free(request.request_id)
@@ -255,6 +257,14 @@ class Scheduler:
         request.num_computed_tokens = cached
         insort(self.running, request, key=Request.order)
         return ScheduledChunk(request, cached, num_tokens)
+
+    def _within_logits(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> int:
+        """Tokens of a chunk, fewer if it needs logits at every token of the prompt: a step holds so many rows at
+        most."""
+        if not request.needs_prompt_logits:
+            return num_tokens
+        used = sum(len(chunk.prompt_positions) for chunk in batch.chunks)
+        return min(num_tokens, max(1, self._max_prompt_logits - used))
 
     def _fork(self, parent: Request, child: Request) -> None:
         """Lets a new sample share its parent's pages, or wait like any request if `max_num_seqs` sequences run."""
@@ -282,14 +292,6 @@ class Scheduler:
             self.cache.free(request.request_id)
         elif request in self.waiting:
             self.waiting.remove(request)
-
-
-def _within_logits(request: Request, num_tokens: int, batch: ScheduledBatch) -> int:
-    """Tokens of a chunk, fewer if it needs logits at every token of the prompt: a step holds so many rows at most."""
-    if not request.needs_prompt_logits:
-        return num_tokens
-    used = sum(len(chunk.prompt_positions) for chunk in batch.chunks)
-    return min(num_tokens, max(1, MAX_PROMPT_LOGITS - used))
 
 
 def chunked_prefill(scheduler: Scheduler, batch: ScheduledBatch) -> None:
