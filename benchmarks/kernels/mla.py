@@ -166,18 +166,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "mla.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
-    limits, card, rows = ceilings(), torch.cuda.get_device_name(), []
+    limits, card, rows = ceilings(), torch.cuda.get_device_name(), list[dict[str, Any]]()
+    name = f"mla-{short_name(card)}"
+    figures = {"card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1)}
     for heads in arguments.heads:
         for text in arguments.batches:
             rows.append(row_of(parse_batch(text), heads, limits))
             torch.cuda.empty_cache()
-            print({name: cell.get("us", cell) if isinstance(cell, dict) else cell for name, cell in rows[-1].items()})
-    name = f"mla-{short_name(card)}"
-    figures = {
-        "card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1),
-        "rows": with_earlier(name, rows, ("batch", "heads")),
-    }  # fmt: skip
-    write_result(name, figures, "triton")
+            print({key: cell.get("us", cell) if isinstance(cell, dict) else cell for key, cell in rows[-1].items()})
+            write_result(name, figures | {"rows": with_earlier(name, rows, ("batch", "heads"))}, "triton")
 
 
 if __name__ == "__main__":
