@@ -54,7 +54,7 @@ def test_a_block_in_which_a_prompt_ends_counts_with_its_tokens() -> None:
 @pytest.mark.skipif(not REAL_TRACE.is_file(), reason="the published trace is not here")
 def test_the_published_ceilings_of_the_conversation_trace() -> None:
     """37.4 % of all 12,031 requests, and 39.8 % of those that come when the cache is full of the earlier half, as
-    llmtrafficlens (0.6 and 0.12) and KVCache.AI's kvcache-simulator report."""
+    llmtrafficlens 0.6 and 0.12 report."""
     requests = read_log(REAL_TRACE).requests
     found = ceiling_of(requests)
     assert (len(requests), round(found.hit_rate, 3), round(found.later_hit_rate, 3)) == (12_031, 0.374, 0.398)
