@@ -35,6 +35,7 @@ def main() -> None:
         target = Target(90, **of_heads, dtype=dtype, kv_dtype=dtype)
         kernels[f"hopper {dtype}"] = partial(compile_hopper_latent, target)
     kernels["hopper masked"] = partial(compile_hopper_latent, Target(90, **of_heads), masked=True)
+    kernels["hopper groups of 12"] = partial(compile_hopper_latent, Target(90, num_qo_heads=12, num_kv_heads=1))
     kernels["hopper pages of 16 masked"] = partial(
         compile_hopper_latent, Target(90, **of_heads), masked=True, page_size=16
     )

@@ -124,27 +124,49 @@ class LatentLayer(NamedTuple):
     out_head_stride: Any
 
 
+class Rows(NamedTuple):
+    """The rows of an item, [64] each: the query's place in the item and its token, the head, and whether it is used.
+    count: of those that are."""
+
+    query: Any
+    token: Any
+    head: Any
+    used: Any
+    count: Any
+
+
 @gluon.jit
-def _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH: gl.constexpr, C: gl.constexpr):
+def _rows_of(tiles, first, end, first_head, C: gl.constexpr):
+    """The rows of an item, in the layout of scores. A thread has two rows there; of a tile that is copied it has
+    sixteen, and would divide and read for each."""
+    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.scores))
+    query, head, count = m // C.group_size, first_head + m % C.group_size, (end - first) * C.group_size
+    token = gl.load(tiles.queries + first + query, mask=m < count, other=0)
+    return Rows(query, token, head, m < count, count)
+
+
+@gluon.jit
+def _load_tile(pointer, at, count, first_column: gl.constexpr, columns: gl.constexpr, LAYOUT: gl.constexpr):
+    """[64, columns] numbers of rows. at [64]: where each row is, in numbers; count: rows that are used."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    used = gl.arange(0, WARPGROUP_ROWS, ROW) < count
+    d = first_column + gl.arange(0, columns, gl.SliceLayout(0, LAYOUT))
+    return gl.load(pointer + gl.convert_layout(at, ROW)[:, None] + d[None, :], mask=used[:, None], other=0.0)
+
+
+@gluon.jit
+def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.constexpr):
     """Query rows to shared memory, half of the latent columns by each warpgroup. Returns the rope columns, in registers
     of both: they take the place of the right probabilities for as long as it takes to load them. Where logits are
     scaled by a negative number, queries change their sign."""
-    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.copy))
-    used = first + m // C.group_size < end
-    token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
-    head = first_head + m % C.group_size
-    d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.copy))
-    at = (token * layer.q_latent_token_stride + head * layer.q_latent_head_stride)[:, None] + d[None, :]
-    latent = gl.load(layer.q_latent + at, mask=used[:, None], other=0.0)
+    COPY: gl.constexpr = C.copy
+    token = rows.token.to(gl.int64)
+    at = token * layer.q_latent_token_stride + rows.head * layer.q_latent_head_stride
+    latent = _load_tile(layer.q_latent, at, rows.count, WHICH * HALF_DIM, HALF_DIM, COPY)
     if WHICH == LEFT:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, LAYOUT))
-        used = first + m // C.group_size < end
-        token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
-        head = first_head + m % C.group_size
-        d = gl.arange(0, ROPE_DIM, gl.SliceLayout(0, LAYOUT))
-        at = (token * layer.q_rope_token_stride + head * layer.q_rope_head_stride)[:, None] + d[None, :]
-        rope = gl.load(layer.q_rope + at, mask=used[:, None], other=0.0)
+        at = token * layer.q_rope_token_stride + rows.head * layer.q_rope_head_stride
+        rope = _load_tile(layer.q_rope, at, rows.count, 0, ROPE_DIM, LAYOUT)
     if is_first:
         queries_arrive()
     q_tile = shared.q.index(WHICH)
@@ -152,7 +174,6 @@ def _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH:
     if WHICH == LEFT:
         shared.p_right.store(rope)
     if gl.load(layer.logit_scale) < 0:
-        COPY: gl.constexpr = C.copy
         q_tile.store(-q_tile.load(COPY))
         if WHICH == LEFT:
             shared.p_right.store(-shared.p_right.load(LAYOUT))
@@ -162,17 +183,16 @@ def _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH:
 
 
 @gluon.jit
-def _write_out(out, token, out_tile, first_head, layer, WHICH: gl.constexpr, C: gl.constexpr):
-    """Half of the columns of rows to `layer.out`, by way of the queries' memory, 16 bytes a thread. token [64]: of each
-    row; -1: it is not written."""
+def _write_out(out, token, head, out_tile, layer, WHICH: gl.constexpr, C: gl.constexpr):
+    """Half of the columns of rows to `layer.out`, by way of the queries' memory, 16 bytes a thread. token, head [64]:
+    of each row; a token of -1: the row is not written."""
     out_tile.store((out * gl.load(layer.v_scale)).to(out_tile.dtype))
     COPY: gl.constexpr = C.copy
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
-    to_token = gl.convert_layout(token, COPY_ROW)
-    head = first_head + gl.arange(0, WARPGROUP_ROWS, COPY_ROW) % C.group_size
-    d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.copy))[None, :]
-    at = (to_token.to(gl.int64) * layer.out_token_stride + head * layer.out_head_stride)[:, None] + d
-    gl.store(layer.out + at, out_tile.load(COPY), mask=(to_token >= 0)[:, None])
+    token, head = gl.convert_layout(token, COPY_ROW), gl.convert_layout(head, COPY_ROW)
+    d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, COPY))[None, :]
+    at = (token.to(gl.int64) * layer.out_token_stride + head * layer.out_head_stride)[:, None] + d
+    gl.store(layer.out + at, out_tile.load(COPY), mask=(token >= 0)[:, None])
 
 
 @gluon.jit
@@ -187,24 +207,22 @@ def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.con
         meet(BAR_BOTH)
         row_sum = shared.sum_left.load(gl.SliceLayout(1, C.scores)) + state.row_sum
     inverse_sum, lse = finalize(state.row_max, row_sum)
-    out, lse = state.acc * to_acc_layout(inverse_sum, C)[:, None], to_acc_layout(lse, C)
-    m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.acc))
-    used = first + m // C.group_size < end
-    token = gl.load(tiles.queries + first + m // C.group_size, mask=used, other=0)
-    slot = gl.load(tiles.partial_slots + first + m // C.group_size, mask=used, other=_DIRECT)
-    head = first_head + m % C.group_size
+    out = state.acc * to_acc_layout(inverse_sum, C)[:, None]
+    rows = _rows_of(tiles, first, end, first_head, C)
+    slot = gl.load(tiles.partial_slots + first + rows.query, mask=rows.used, other=_DIRECT)
     if gl.max(slot, 0) != _DIRECT:
-        has_slot = used & (slot != _DIRECT)
-        at = slot.to(gl.int64) * C.num_qo_heads + head
+        has_slot = rows.used & (slot != _DIRECT)
+        at = slot.to(gl.int64) * C.num_qo_heads + rows.head
         d = WHICH * HALF_DIM + gl.arange(0, HALF_DIM, gl.SliceLayout(0, C.acc))[None, :]
-        gl.store(layer.partial + at[:, None] * LATENT_DIM + d, out, mask=has_slot[:, None])
+        to = layer.partial + to_acc_layout(at, C)[:, None] * LATENT_DIM + d
+        gl.store(to, out, mask=to_acc_layout(has_slot, C)[:, None])
         if WHICH == LEFT:
             gl.store(layer.partial_lse + at, lse, mask=has_slot)
-    direct = used & (slot == _DIRECT)
+    direct = rows.used & (slot == _DIRECT)
     if C.return_lse and WHICH == LEFT:
-        gl.store(layer.lse + token * C.num_qo_heads + head, lse, mask=direct)
+        gl.store(layer.lse + rows.token * C.num_qo_heads + rows.head, lse, mask=direct)
     if gl.max(direct.to(gl.int32), 0) > 0:
-        _write_out(out, gl.where(direct, token, -1), shared.q.index(WHICH), first_head, layer, WHICH, C)
+        _write_out(out, gl.where(direct, rows.token, -1), rows.head, shared.q.index(WHICH), layer, WHICH, C)
 
 
 @gluon.jit
@@ -212,7 +230,6 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
     """A consumer warpgroup: its half of the output of the items."""
     ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
     ACC: gl.constexpr = C.acc
-    query = gl.arange(0, WARPGROUP_ROWS, ROWS) // C.group_size
     scale = gl.maximum(gl.abs(gl.load(layer.logit_scale)), 1e-37)  # times 0 a masked score, -inf, would be NaN
     uses, num_items = 0, 0  # of the own buffer
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
@@ -223,13 +240,12 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
             first_head = task.kv_head * C.group_size
             is_first = num_items == 0
             num_items += 1
-            q_rope = _load_queries(shared, tiles, first, end, first_head, layer, is_first, WHICH, C)
-            position = query
+            rows = _rows_of(tiles, first, end, first_head, C)
+            q_rope = _load_queries(shared, rows, layer, is_first, WHICH, C)
+            position = rows.query
             if C.masked:
-                used = first + query < end
-                token = gl.load(tiles.queries + first + query, mask=used, other=0)
-                position = gl.load(tiles.positions + token, mask=used, other=0)
-            item = Item(q_rope, scale, RowMask(tiles.segments, query, position, window), blocks)
+                position = gl.load(tiles.positions + rows.token, mask=rows.used, other=0)
+            item = Item(q_rope, scale, RowMask(tiles.segments, rows.query, position, window), blocks)
             state = State(
                 gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, ROWS),
                 gl.zeros([WARPGROUP_ROWS], gl.float32, ROWS),
