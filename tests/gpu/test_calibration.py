@@ -43,7 +43,7 @@ FAMILIES = {
     "8 bits, heads of 256": FamilyBound("gemma3-12b fp8 16/8x256", 0.004, 0.03),
     "small pages, heads of 128": FamilyBound("llama3-8b page 1 32/8x128", 0.003, 0.03),
     "small pages, heads of 64": FamilyBound("gpt-oss page 1 64/8x64 sinks", 0.008, 0.09),
-    "latent": FamilyBound("latent 16/1x576", 0.002, 0.02),
+    "latent": FamilyBound("latent 16/1x576", 0.002, 0.10),
 }
 
 

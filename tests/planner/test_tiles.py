@@ -168,6 +168,18 @@ def test_some_batch_needs_nearly_all_partial_slots() -> None:
     assert tile(rule, fine, batch).num_slots == 31 * 2 * 4 > 0.95 * limits.slots
 
 
+def test_items_are_cut_between_blocks_that_are_computed_together() -> None:
+    shape = GpuTile(64, 64, 4, 2, 1, (1800, 2000), (1600, 1600), private_n=64, one_launch=True)
+    batch = StepTables(np.arange(29, dtype=np.int32)[None], np.array([64 * 29], np.int32), np.array([0, 1], np.int32))
+    for together, sizes in ((1, [1] * 29), (2, [2] * 14 + [1]), (4, [4] * 7 + [1])):
+        rule = make_rule(16, 64, 132, shapes=(replace(shape, blocks_at_once=together),))
+        items = tile(rule, Tiling(0, alone=True), batch).items
+        found = items[:, SEGMENT_END] - items[:, SEGMENT_START]
+        assert sorted(found.tolist(), reverse=True) == sizes
+        full_ns, masked_ns = rule.priced.costs.tiles[0][:2]
+        assert (full_ns, masked_ns) == (1800 * together, 2000 * together)
+
+
 def test_pairs_of_tiles_keep_all_partial_slots() -> None:
     """A query whose path is in both tiles has two partial states even where nothing is cut."""
     rule, capacity = make_rule(4, 16, 132), Capacity(256, 8192, 64, 4096)

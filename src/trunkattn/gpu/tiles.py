@@ -39,6 +39,7 @@ class GpuTile(Tile):
         one_launch: in a plan of fixed size one launch computes all such tiles. They leave no nodes to another tile, and
             their times are those of their own head_dim.
         read_percent: share of the bandwidth that it reaches.
+        blocks_at_once: that its kernel computes together: items are cut between them.
         queued_per_sm: CTAs on an SM in plans of fixed size, more than run at once, if all taller tiles share a launch:
             nothing is left to merge then, and a card that starts a CTA where another one ends deals the tasks out more
             evenly than CTAs that take turns. 0: as many as run at once.
@@ -53,6 +54,7 @@ class GpuTile(Tile):
     one_launch: bool = False
     read_percent: int = 100
     queued_per_sm: int = 0
+    blocks_at_once: int = 1
 
     @property
     def merges(self) -> bool:
@@ -141,6 +143,7 @@ def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig
         paired=not tile.one_launch,
         read_percent=tile.read_percent,
         ctas_per_sm=tile.ctas_per_sm,
+        blocks_at_once=tile.blocks_at_once,
     )
 
 

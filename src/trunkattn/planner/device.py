@@ -65,7 +65,7 @@ class TileConfig:
     """A tile as the planner sees it. num_programs: that run at once on the device. ctas_per_sm: on an SM.
 
     block_ns: time of a block of full and of masked segments when all of them run. chain_ns: of one such block after
-    another in one program.
+    another in one program. blocks_at_once: blocks that are computed together, so that items are cut between them.
     """
 
     rows: int
@@ -78,6 +78,7 @@ class TileConfig:
     paired: bool = True  # with a lowest tile for the nodes of few entries
     read_percent: int = 100  # of the bandwidth that it reaches
     ctas_per_sm: int = 1
+    blocks_at_once: int = 1
 
     def entries(self, group_size: int) -> int:
         """Query tokens that it holds."""

@@ -34,11 +34,12 @@ _TILE: Final = GpuTile(
     warps=4,
     stages=2,
     ctas_per_sm=1,
-    block_ns=(1890, 1160),
-    chain_ns=(1600, 1220),
+    block_ns=(1590, 1170),
+    chain_ns=(1700, 1260),
     private_n=64,
     kernel=DECODE,
     one_launch=True,
+    blocks_at_once=2,
 )
 
 
@@ -125,7 +126,8 @@ def portable_tile(rows: int, keys: int) -> GpuTile:
     """A tile of the portable kernel. Four warps would spill an output of 512 columns and more than 16 rows; 64 rows
     spill in eight, too, where the kernel stands in for the Hopper kernel."""
     warps = 4 if rows == 16 else 8
-    return replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys, kernel=PORTABLE)
+    shape = replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys)
+    return replace(shape, kernel=PORTABLE, blocks_at_once=1)
 
 
 def _name(dtype: torch.dtype) -> str:

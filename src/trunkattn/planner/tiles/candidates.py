@@ -120,7 +120,7 @@ def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, limits: tuple[int,
         height=1 if tiling.per_query else shape.entries(rule.group_size),
         least=least,
         below=below,
-        block_segments=shape.block_tokens // rule.segment_size,
+        block_segments=shape.blocks_at_once * shape.block_tokens // rule.segment_size,
         num_splits=max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves,
         subtiles=shape.subtiles,
         private_segments=shape.private_tokens // rule.segment_size,
@@ -181,11 +181,12 @@ class PricedTilings(NamedTuple):
 
 def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
     (full_ns, masked_ns), (full_chain_ns, masked_chain_ns) = tile.block_ns, tile.chain_ns
+    together = tile.blocks_at_once
     return tile_costs.TileTimes(
-        full_ns=full_ns,
-        masked_ns=masked_ns,
-        full_chain_ns=full_chain_ns,
-        masked_chain_ns=masked_chain_ns,
+        full_ns=together * full_ns,
+        masked_ns=together * masked_ns,
+        full_chain_ns=together * full_chain_ns,
+        masked_chain_ns=together * masked_chain_ns,
         num_slots=max(1, tile.num_programs // rule.num_kv_heads),
         ctas_per_sm=tile.ctas_per_sm,
         read_percent=tile.read_percent,
