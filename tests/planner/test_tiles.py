@@ -173,7 +173,7 @@ def test_items_are_cut_between_blocks_that_are_computed_together() -> None:
     batch = StepTables(np.arange(29, dtype=np.int32)[None], np.array([64 * 29], np.int32), np.array([0, 1], np.int32))
     for together, sizes in ((1, [1] * 29), (2, [2] * 14 + [1])):
         rule = make_rule(16, 64, 132, shapes=(replace(shape, blocks_at_once=together),))
-        items = tile(rule, Tiling(0, alone=True), batch).items
+        items = tile(rule, Tiling(0, per_query=True), batch).items
         found = items[:, SEGMENT_END] - items[:, SEGMENT_START]
         assert sorted(found.tolist(), reverse=True) == sizes
         full_ns, masked_ns = rule.priced.costs.tiles[0][:2]
