@@ -229,25 +229,39 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
 
 
 def compile_hopper_forward(
-    target: Target, head_dim_v: int, causal: bool = True, packed: bool = False, tree: bool = False
+    target: Target,
+    head_dim_v: int,
+    causal: bool = True,
+    packed: bool = False,
+    tree: bool = False,
+    window: bool = False,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
 ) -> Resources:
     """`hopper_forward_kernel`, for sequences of a batch, packed ones or a tree; as `compile_hopper_decode`."""
     from trunkattn.training.common import Variant
     from trunkattn.training.hopper import forward
-    from trunkattn.training.spec import hopper_forward_tile, hopper_widths
+    from trunkattn.training.spec import hopper_forward_tile
 
     dims = (target.head_dim, head_dim_v)
-    tile, (keys, head_values) = hopper_forward_tile(dims), hopper_widths(dims)
+    tile = hopper_forward_tile(dims)
+    present = (*(packed,) * 2, tree, tree and window, *(tree,) * 2, True)
+    variant = Variant(causal, packed, tree, window, soft_cap > 0, sinks, even_q=False, even_k=False)
+    constants = forward.forward_constants(dims, tile, variant, soft_cap)
+    keys, head_values = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     rows = (64, keys), (tile.block_n, keys), (tile.block_n, head_values), (64, head_values)
-    present = (*(packed,) * 2, *(tree,) * 3, True)
     arguments = forward.ForwardArguments(
         *(_training_descriptor(target, *box) for box in rows),
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
-        tables=forward.Tables(*("*i32" if given else None for given in present)),
+        tables=forward.Tables(
+            *("*i32" if given else None for given in present),
+            window="i32" if window else None,
+            sinks="*fp32" if sinks else None,
+        ),
         num_sequences="i32",
         section="i32",
         scale="fp32",
-        C=forward.forward_constants(dims, tile, Variant(causal, packed, tree, *(False,) * 5)),
+        C=constants,
     )
     return _compile_hopper(
         forward.hopper_forward_kernel, target, arguments, forward.LAUNCH_REGISTERS, checks_products=True

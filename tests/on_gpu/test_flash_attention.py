@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -211,7 +213,9 @@ PACKED = (
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (136, 176), (256, 256), (40, 72)]
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_of_odd_lengths(causal: bool, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     keys, head_values = head_dims
@@ -235,12 +239,28 @@ DEEP = PrefixTree.from_segments([-1, *range(39)], [7] * 40)
 BUSHY = PrefixTree.from_segments([-1, *[0] * 20, -1, 21, 22, 22], [333, *[37] * 20, 1, 127, 129, 200])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192)])
 @pytest.mark.parametrize("tree", [DEEP, BUSHY])
 def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -> None:
     check(
         tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=BF16, device="cuda", heads=(4, 2)), True
     )
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 301, 2**31 - 1])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)])
+def test_windows_caps_and_sinks_of_wide_heads(head_dims: tuple[int, int], window: int | None) -> None:
+    """Windows that begin and end inside blocks, together with caps and sinks."""
+    options: dict[str, Any] = {"sliding_window": window, "soft_cap": 5.0, "has_sinks": True, "head_dim_v": head_dims[1]}
+    for causal, dtype in product((True, False), (F16, BF16)):
+        for lengths in ((1100, 1100), (300, 777), (777, 300), (1, 65)):
+            case = TrainingCase((lengths,) * 2, False, causal, (4, 2), head_dims[0], dtype, device="cuda")
+            check(replace(case, **options), False)
+        case = TrainingCase(PACKED, True, causal, (4, 2), head_dims[0], dtype, padding=150, device="cuda")
+        check(replace(case, **options), False)
+    for tree in (DEEP, BUSHY):
+        case = tree_case(tree, head_dim=head_dims[0], dtype=BF16, device="cuda", heads=(4, 2))
+        check(replace(case, **options), False)
 
 
 def test_parts_of_a_fused_tensor_and_tensors_that_tma_cannot_read() -> None:

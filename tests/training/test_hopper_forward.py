@@ -17,7 +17,7 @@ from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import op
 from trunkattn.training.hopper import forward as hopper
 from trunkattn.training.hopper.producer import _BAR_Q_EMPTY
-from trunkattn.training.sequences import Sequences
+from trunkattn.training.sequences import OPTIONS, Sequences
 from trunkattn.training.spec import TrainingConfig, hopper_forward_tile
 
 from ..compiling import compile_report
@@ -40,7 +40,16 @@ def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
         assert 0 < used["barriers"] <= BAR_K_EMPTY.value < _BAR_Q_EMPTY.value, name
         fills, acquires, products, releases = used["pipelines"]
         assert acquires == fills + 1, f"{name}: something is filled that its consumers have not released"
-        assert releases == products + 2, f"{name}: a product, or a warpgroup's queries, are not released"
+        blocks = (releases - 2) // 2  # places in the code of both warpgroups that compute one
+        assert products == blocks * parts_of(name), f"{name}: a product, or a warpgroup's queries, are not released"
+
+
+def parts_of(name: str) -> int:
+    """Products of a block, with its keys and with its values."""
+    keys, head_values = map(int, name.split()[0].split("/"))
+    head_dims, variant = (keys, head_values), hopper.Variant(True, False, False, *(False,) * 5)
+    mainloop = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
+    return len(mainloop.key_parts) + len(mainloop.value_parts)
 
 
 def test_it_compiles_with_the_oldest_triton() -> None:
@@ -64,7 +73,7 @@ def test_registers_suffice_for_its_warps() -> None:
         ({"dtype": F32}, "dtype torch.float32: expected torch.bfloat16 or torch.float16"),
         ({"head_dim": 76}, "head_dim 76: expected a multiple of 8 from 40 to 256"),
         ({"head_dim_v": 32}, "head_dim_v 32: expected a multiple of 8 from 40 to 256"),
-        ({"options": ("sinks",)}, "sinks is given: the Hopper forward pass has none"),
+        ({"options": OPTIONS}, None),
     ],
 )
 def test_what_it_refuses_goes_to_the_portable_kernel(changes: dict[str, Any], reason: str | None) -> None:
@@ -87,14 +96,14 @@ def tensors(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor, torc
     return q, k, torch.zeros_like(k)
 
 
-def test_options_and_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
+def test_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
     """Where there is no card, an H100 stands in."""
     q, k, v = tensors()
     portable = op.portable_kernel(Work.FORWARD).source()
     plain = Sequences(True, 0.1)
     assert op._kernel(Work.FORWARD, (q, k, v), plain.options) is hopper
     for option in ({"sliding_window": 7}, {"soft_cap": 3.0}, {"sinks": torch.zeros(8)}):
-        assert op._kernel(Work.FORWARD, (q, k, v), replace(plain, **option).options) is portable
+        assert op._kernel(Work.FORWARD, (q, k, v), replace(plain, **option).options) is hopper
     odd = torch.zeros(v.numel() + 1, dtype=BF16)[1:].view(v.shape)
     assert op._kernel(Work.FORWARD, (q, k, odd), ()) is portable
 
@@ -170,27 +179,86 @@ def test_it_is_launched_for_a_tree(kernel: Recorder) -> None:
     assert out.shape == (140, 4, 128)
     assert given["tables"].segments is tree.segments
     constants = given["C"]
-    assert constants.variant.tree and constants.variant.causal and constants.own_out
-    assert (constants.mainloop.head_dim, constants.mainloop.value_dim) == (256, 128)
+    assert constants.variant.tree and constants.variant.causal and not constants.own_out
+    assert (constants.mainloop.head_dim, constants.value_shape.head_dim) == (192, 128)
+    assert given["q_desc"].block_shape == [1, 64, 1, 64] and given["out_desc"].block_shape == [1, 64, 1, 128]
+    assert given["tables"].window is None and given["tables"].depths is None
+
+
+def test_it_is_launched_with_a_window_a_cap_and_sinks(kernel: Recorder) -> None:
+    q, k, v = tensors()
+    sinks = torch.zeros(8)
+    for window, of_sequence in ((7, 7), (2**31 - 1, 700)):
+        hopper.forward(q, k, v, Sequences(False, 0.1, sliding_window=window, soft_cap=3.0, sinks=sinks))
+        _, given = kernel.calls.pop()
+        assert given["tables"].window == of_sequence, "sums of a larger one would not fit 32 bits"
+        assert given["tables"].sinks is sinks and given["tables"].depths is None
+        assert given["C"].soft_cap == 3.0 and given["scale"] == 0.1, "capped logits are in base e"
+        assert (given["C"].variant.window, given["C"].variant.soft_cap, given["C"].variant.sinks) == (True,) * 3
+
+
+def test_a_tree_with_a_window_has_depths(kernel: Recorder) -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [60, 40, 40]).tables(torch.device("cpu"))
+    q = torch.zeros(140, 4, 64, dtype=BF16)
+    hopper.forward(q, q, q, Sequences(False, 0.1, tree=tree, sliding_window=30))
+    ((_, given),) = kernel.calls
+    assert given["tables"].depths is tree.depths and given["tables"].window == 30
+
+
+def test_equal_constants_are_one_object(kernel: Recorder) -> None:
+    """Triton compares them at each launch."""
+    q, k, v = tensors()
+    for _ in range(2):
+        hopper.forward(q, k, v, Sequences(True, 0.1))
+    first, second = (given["C"] for _, given in kernel.calls)
+    assert first is second
+    assert hash(first) == hash(first._replace())
 
 
 @pytest.mark.parametrize(
     ("head_dim", "parts"),
-    [(128, (128,)), (96, (64, 32)), (72, (64, 16)), (40, (32, 16)), (192, (128, 64)), (248, (256,))],
+    [
+        (128, (128,)),
+        (96, (64, 32)),
+        (72, (64, 16)),
+        (40, (32, 16)),
+        (192, (128, 64)),
+        (136, (128, 16)),
+        (176, (128, 32, 16)),
+        (248, (256,)),
+    ],
 )
 def test_padding_of_keys_is_not_multiplied(head_dim: int, parts: tuple[int, ...]) -> None:
     variant = hopper.Variant(True, False, False, *(False,) * 5)
     head_dims = head_dim, head_dim
-    found = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop.key_parts
-    assert [part.begin for part in found] == [sum(part.width for part in found[:i]) for i in range(len(found))]
+    mainloop = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
+    found = mainloop.key_parts
+    begins = [mainloop.parts[part.memory].begin + part.begin for part in found]
+    assert begins == [sum(part.width for part in found[:i]) for i in range(len(found))]
     assert tuple(part.width for part in found) == parts
+    assert all(part.begin + part.width <= mainloop.parts[part.memory].width for part in found)
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 40), (192, 128), (256, 256), (64, 256)])
+@pytest.mark.parametrize(
+    "head_dims",
+    [
+        (64, 64),
+        (128, 128),
+        (96, 40),
+        (192, 128),
+        (128, 192),
+        (192, 192),
+        (256, 256),
+        (64, 256),
+        (192, 256),
+        (256, 192),
+    ],
+)
 def test_every_head_dim_fits_shared_memory(head_dims: tuple[int, int]) -> None:
     tile = hopper_forward_tile(head_dims)
     constants = hopper.forward_constants(head_dims, tile, hopper.Variant(True, False, False, *(False,) * 5))
-    keys, head_values = constants.mainloop.head_dim, constants.mainloop.value_dim
+    keys, head_values = constants.mainloop.head_dim, constants.value_shape.head_dim
     rows = tile.block_m * (keys + head_values * constants.own_out) + tile.stages * tile.block_n * (keys + head_values)
     assert 2 * rows + 1024 <= ARCHITECTURES[90].shared_per_cta
-    assert constants.own_out or keys == head_values, "outputs take the place of the queries"
+    memory, outputs = (shape.parts for shape in (constants.mainloop, constants.value_shape))
+    assert constants.own_out or memory[: len(outputs)] == outputs, "outputs take the place of the queries"

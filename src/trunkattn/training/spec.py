@@ -191,6 +191,7 @@ def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
 HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
+_HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks")
 _HOPPER_BACKWARD_WIDEST: Final = 128  # head_dim above which dk and dv do not fit the registers
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
@@ -207,9 +208,16 @@ def hopper_widths(head_dims: tuple[int, int]) -> HopperWidths:
     return HopperWidths(*(max(64, padded_head_dim(head_dim)) for head_dim in head_dims))
 
 
+def hopper_forward_widths(head_dims: tuple[int, int]) -> HopperWidths:
+    """The padded heads of the forward pass: as `hopper_widths`, but heads of 136 to 192 lie in parts of 128 and of 64,
+    unless others are wider."""
+    widths = hopper_widths(head_dims)
+    return HopperWidths(*(min(width, 192) for width in widths)) if max(head_dims) <= 192 else widths
+
+
 def hopper_forward_tile(head_dims: tuple[int, int]) -> FlashTile:
     """The tile of the Hopper forward pass: 64 queries for each of two consumer warpgroups, and a producer warp."""
-    return FlashTile(128, 128 if max(head_dims) <= 128 else 64, 9, 2)
+    return FlashTile(128, 128 if head_dims[0] <= 192 and head_dims[1] <= 128 else 64, 9, 2)
 
 
 def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
@@ -217,10 +225,13 @@ def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile,
     return (hopper_forward_tile((config.head_dim, config.head_dim_v)),)
 
 
-def _refuses_hopper(config: TrainingConfig, card: Card, name: str, widest: int) -> list[str]:
-    """What the Hopper passes refuse. name: of the pass; widest: head_dim that it takes."""
+def _refuses_hopper(
+    config: TrainingConfig, card: Card, name: str, widest: int, takes: tuple[str, ...] = ()
+) -> list[str]:
+    """What the Hopper passes refuse. name: of the pass; widest: head_dim that it takes; takes: options that it has."""
     reasons = list(card.why_not_hopper)
-    reasons += [f"{option} is given: the Hopper {name} pass has none" for option in config.options]
+    lacks = (option for option in config.options if option not in takes)
+    reasons += [f"{option} is given: the Hopper {name} pass has none" for option in lacks]
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
     for dim, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
@@ -231,7 +242,7 @@ def _refuses_hopper(config: TrainingConfig, card: Card, name: str, widest: int) 
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
-    return _refuses_hopper(config, card, "forward", MAX_HEAD_DIM)
+    return _refuses_hopper(config, card, "forward", MAX_HEAD_DIM, _HOPPER_TAKES)
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:

@@ -280,8 +280,8 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
                         more = nth + 1 < blocks.count
                         state = attend_block(state, q_tile, kv, index, more, scale, MASK, mask_args, C, T)
                         index += 1
-            out, lse = finish_attention(state, kv, index, T)
-            _epilogue(out, lse, rows, q_tile, layer, task.kv_head, C, T)
+            parts, lse = finish_attention(state, kv, index, T)
+            _epilogue(parts[0], lse, rows, q_tile, layer, task.kv_head, C, T)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)

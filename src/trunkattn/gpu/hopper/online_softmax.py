@@ -23,9 +23,17 @@ from trunkattn.numerics import LN_2, LOG2_E
 _LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
 
 
-class KeyPart(NamedTuple):
-    """Dims of a key from `begin` on, a power of two."""
+class Part(NamedTuple):
+    """Dims of a head from `begin` on, a power of two."""
 
+    begin: int
+    width: int
+
+
+class KeyPart(NamedTuple):
+    """Dims of a key that are multiplied at once: `width` from `begin` on of the part of its memory number `memory`."""
+
+    memory: int
     begin: int
     width: int
 
@@ -33,8 +41,9 @@ class KeyPart(NamedTuple):
 class MainloopTile(NamedTuple):
     """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
 
-    value_dim: of values and outputs. key_parts: of a key, which are multiplied one after the other; what is behind them
-    is padding. mask_ahead: masks are computed while the product q·k runs, since they read memory,
+    parts: of head_dim, which lie in memory one behind the other; tiles in memory are a tuple of them if there are
+    several. value_parts: those of values and outputs. key_parts: of a key, which are multiplied one after the other;
+    what is behind them is padding. mask_ahead: masks are computed while the product q·k runs, since they read memory,
     and not behind it, which takes fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of
     a tile of queries or outputs, 16 bytes a thread, to and from memory."""
 
@@ -47,7 +56,8 @@ class MainloopTile(NamedTuple):
     k_empty: int
     v_empty: int
     mask_ahead: bool
-    value_dim: int
+    parts: tuple[Part, ...]
+    value_parts: tuple[Part, ...]
     key_parts: tuple[KeyPart, ...]
     scores: Any
     acc: Any
@@ -67,11 +77,13 @@ def mainloop_tile(
     """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store.
     value_dim: None for head_dim. key_dim: of a key without padding, in whole 8; None for head_dim."""
     value_dim = value_dim or head_dim
+    parts, value_parts = _parts_of(head_dim), _parts_of(value_dim)
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
     assert k_empty + num_stages <= v_empty <= v_empty + num_stages <= BAR_KV_EMPTY
+    columns = min(value_parts[-1].width, max(block_n, value_dim // 2))
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (block_n, min(value_dim, max(block_n, value_dim // 2)))
+        for columns in (block_n, columns)
     )
     num_threads = 32 * (num_producer_warps + num_consumer_warps)
     return MainloopTile(
@@ -84,19 +96,26 @@ def mainloop_tile(
         k_empty=k_empty,
         v_empty=v_empty,
         mask_ahead=mask_ahead,
-        value_dim=value_dim,
-        key_parts=_parts_of(key_dim or head_dim),
+        parts=parts,
+        value_parts=value_parts,
+        key_parts=tuple(_key_part(part, parts) for part in _parts_of(key_dim or head_dim)),
         scores=scores,
         acc=acc,
-        copy=copy_layout(value_dim),
+        copy=copy_layout(value_parts[0].width),
     )
 
 
-def _parts_of(key_dim: int) -> tuple[KeyPart, ...]:
-    """The parts of a key of so many dims, in whole 16, the largest first."""
-    whole = -(-key_dim // 16) * 16
+def _parts_of(dim: int) -> tuple[Part, ...]:
+    """The parts of a head of so many dims, in whole 16, the largest first."""
+    whole = -(-dim // 16) * 16
     widths = [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
-    return tuple(KeyPart(sum(widths[:number]), width) for number, width in enumerate(widths))
+    return tuple(Part(sum(widths[:number]), width) for number, width in enumerate(widths))
+
+
+def _key_part(part: Part, memory: tuple[Part, ...]) -> KeyPart:
+    """Where a part of a key lies in memory, of which every part holds whole ones."""
+    number = max(number for number, place in enumerate(memory) if place.begin <= part.begin)
+    return KeyPart(number, part.begin - memory[number].begin, part.width)
 
 
 def copy_layout(head_dim: int) -> gl.BlockedLayout:
@@ -106,8 +125,8 @@ def copy_layout(head_dim: int) -> gl.BlockedLayout:
 
 
 class AttentionState(NamedTuple):
-    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc [64,
-    head_dim]: the output before it is divided by row_sum."""
+    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc: the output
+    before it is divided by row_sum, a tuple of its parts."""
 
     row_max: Any
     row_sum: Any
@@ -126,8 +145,11 @@ def _columns(scale):
 
 @gluon.jit
 def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
-    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap. scale: as of `softmax_step`."""
-    return 2.0 / (1.0 + gl.exp2(scores * _columns(scale * (-2.0 * _LOG2_E / SOFT_CAP)))) - 1.0
+    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap. scale: as of `softmax_step`.
+    One instruction divides, which is not for the smallest numbers: the divisor is 1 or more."""
+    divisor = 1.0 + gl.exp2(scores * _columns(scale * (2.0 * _LOG2_E / SOFT_CAP)))
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], gl.float32, True, 1)
+    return 1.0 - 2.0 * inverse
 
 
 @gluon.jit
@@ -154,12 +176,29 @@ def finalize(row_max, row_sum):
 
 
 @gluon.jit
-def _add_part(scores, q_tile, k_tile, PART: gl.constexpr, T: gl.constexpr):
+def part_of(tiles, PART: gl.constexpr, T: gl.constexpr):
+    """A part of tiles in memory."""
+    if len(T.parts) == 1:
+        return tiles
+    else:
+        return tiles[PART]
+
+
+@gluon.jit
+def _stage_of(pipeline, index, PART: gl.constexpr, T: gl.constexpr):
+    """A part of block `index` of a pipeline."""
+    return part_of(pipeline.tiles, PART, T).index(index % T.num_stages)
+
+
+@gluon.jit
+def _add_part(scores, q_tile, kv, index, PART: gl.constexpr, T: gl.constexpr):
     """Starts the product of one part of queries and keys. The first one is the beginning of the sum."""
+    MEMORY: gl.constexpr = T.key_parts[PART].memory
     BEGIN: gl.constexpr = T.key_parts[PART].begin
     WIDTH: gl.constexpr = T.key_parts[PART].width
-    k_part = k_tile.slice(BEGIN, WIDTH, dim=1).permute((1, 0))
-    return warpgroup_mma(q_tile.slice(BEGIN, WIDTH, dim=1), k_part, scores, use_acc=PART > 0, is_async=True)
+    q_part = part_of(q_tile, MEMORY, T).slice(BEGIN, WIDTH, dim=1)
+    k_part = _stage_of(kv.k, index, MEMORY, T).slice(BEGIN, WIDTH, dim=1)
+    return warpgroup_mma(q_part, k_part.permute((1, 0)), scores, use_acc=PART > 0, is_async=True)
 
 
 @gluon.jit
@@ -167,15 +206,34 @@ def _start_scores(q_tile, kv, index, T: gl.constexpr):
     """Starts the product q·k of block `index`."""
     BLOCK_N: gl.constexpr = T.block_n
     NUM_PARTS: gl.constexpr = len(T.key_parts)
-    k_tile = kv.k.tiles.index(index % T.num_stages)
     SCORES: gl.constexpr = T.scores
     scores = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
     if NUM_PARTS == 1:
+        k_tile = kv.k.tiles.index(index % T.num_stages)
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
     else:
         for i in gl.static_range(NUM_PARTS):
-            scores = _add_part(scores, q_tile, k_tile, i, T)
+            scores = _add_part(scores, q_tile, kv, index, i, T)
     return scores
+
+
+@gluon.jit
+def _add_values(acc, p, kv, index, T: gl.constexpr):
+    """Starts to add the products of p and the values of block `index` to the parts of acc."""
+    NUM_PARTS: gl.constexpr = len(T.value_parts)
+    stage = index % T.num_stages
+    sums: gl.tuple = ()
+    for i in gl.static_range(NUM_PARTS):
+        v_tile = kv.v.tiles.index(stage) if NUM_PARTS == 1 else kv.v.tiles[i].index(stage)
+        sums += (warpgroup_mma(p, v_tile, acc[i], is_async=True),)
+    return sums
+
+
+@gluon.jit
+def _no_output(PART: gl.constexpr, T: gl.constexpr):
+    WIDTH: gl.constexpr = T.value_parts[PART].width
+    ACC: gl.constexpr = T.acc
+    return gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, ACC)
 
 
 @gluon.jit
@@ -183,8 +241,8 @@ def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
     """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
-    VALUE_DIM: gl.constexpr = T.value_dim
     ACC: gl.constexpr = T.acc
+    NUM_PARTS: gl.constexpr = len(T.value_parts)
     consumer_wait(kv.k, index, T)
     scores = _start_scores(q_tile, kv, index, T)
     if T.mask_ahead:
@@ -196,8 +254,10 @@ def attend_first_block(
     row_max = gl.full([WARPGROUP_ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, T.scores))
     row_sum = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, T.scores))
     p, _, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, True, C.soft_cap)
-    p = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, ACC, 2))
-    acc = gl.zeros([WARPGROUP_ROWS, VALUE_DIM], gl.float32, ACC)
+    p = gl.convert_layout(p.to(part_of(q_tile, 0, T).dtype), gl.DotOperandLayout(0, ACC, 2))
+    acc: gl.tuple = ()
+    for i in gl.static_range(NUM_PARTS):
+        acc += (_no_output(i, T),)
     consumer_wait(kv.k, index + 1, T, has_next)
     return AttentionState(row_max, row_sum, p, acc)
 
@@ -216,8 +276,9 @@ def attend_block(
     if MASK and T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     consumer_wait(kv.v, index - 1, T)
-    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)  # O += P·V
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    NUM_PARTS: gl.constexpr = len(T.value_parts)
+    acc = _add_values(state.acc, state.p, kv, index - 1, T)  # O += P·V
+    scores = warpgroup_mma_wait(NUM_PARTS, deps=(scores,))
     consumer_release(index, T.k_empty, T)
     if MASK and not T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
@@ -225,20 +286,33 @@ def attend_block(
     p, rescale, row_max, row_sum = softmax_step(row_max, row_sum, scores, scale, mask, MASK, C.soft_cap)
     p = gl.convert_layout(p.to(state.p.dtype), gl.DotOperandLayout(0, T.acc, 2))
     consumer_wait(kv.k, index + 1, T, has_next)
-    acc, _, p = warpgroup_mma_wait(0, deps=(acc, state.p, p))
+    acc += (state.p, p)
+    done = warpgroup_mma_wait(0, deps=acc)
     consumer_release(index - 1, T.v_empty, T)
-    return AttentionState(row_max, row_sum, p, acc * _to_acc_layout(rescale, T)[:, None])
+    return AttentionState(row_max, row_sum, done[NUM_PARTS + 1], times_rows(done[:NUM_PARTS], rescale, T))
 
 
 @gluon.jit
 def finish_attention(state, kv, index, T: gl.constexpr):
-    """Adds the values of an item's last block, the one before block `index`. Returns outputs and lse."""
+    """Adds the values of an item's last block, the one before block `index`. Returns the parts of outputs, and lse."""
     consumer_wait(kv.v, index - 1, T)
-    acc = warpgroup_mma(state.p, kv.v.tiles.index((index - 1) % T.num_stages), state.acc, is_async=True)
-    acc, _ = warpgroup_mma_wait(0, deps=(acc, state.p))
+    NUM_PARTS: gl.constexpr = len(T.value_parts)
+    acc = _add_values(state.acc, state.p, kv, index - 1, T)
+    acc += (state.p,)
+    acc = warpgroup_mma_wait(0, deps=acc)[:NUM_PARTS]
     consumer_release(index - 1, T.v_empty, T)
     inverse_sum, lse = finalize(state.row_max, state.row_sum)
-    return acc * _to_acc_layout(inverse_sum, T)[:, None], _to_acc_layout(lse, T)
+    return times_rows(acc, inverse_sum, T), _to_acc_layout(lse, T)
+
+
+@gluon.jit
+def times_rows(parts, factor, T: gl.constexpr):
+    """The parts of outputs times a number of each row."""
+    factor = _to_acc_layout(factor, T)[:, None]
+    products: gl.tuple = ()
+    for i in gl.static_range(len(T.value_parts)):
+        products += (parts[i] * factor,)
+    return products
 
 
 @gluon.jit

@@ -80,12 +80,19 @@ def allocate_boxes(desc, SHAPE: gl.constexpr):
 def make_pipeline(boxes, SHAPE: gl.constexpr):
     """A pipeline over such memory, all stages empty. The boxes of a block lie as a swizzled tile has its rows."""
     NUM_STAGES: gl.constexpr = SHAPE.num_stages
+    TILES: gl.constexpr = (NUM_STAGES, SHAPE.block_n, SHAPE.head_dim)
+    tiles = reinterpret(boxes, boxes.dtype, TILES, SWIZZLED)
+    return Pipeline(boxes, tiles, full_barriers(SHAPE))
+
+
+@gluon.jit
+def full_barriers(SHAPE: gl.constexpr):
+    """The full barriers of a pipeline whose stages are empty."""
+    NUM_STAGES: gl.constexpr = SHAPE.num_stages
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=1)
-    TILES: gl.constexpr = (NUM_STAGES, SHAPE.block_n, SHAPE.head_dim)
-    tiles = reinterpret(boxes, boxes.dtype, TILES, SWIZZLED)
-    return Pipeline(boxes, tiles, full)
+    return full
 
 
 @gluon.jit

@@ -325,9 +325,9 @@ def consume_chunks(
                 mask_args = _MaskArgs(kv.first + block * T.block_n, kv.end, window_start, position)
                 state = attend_block(state, q_tile, kv_pipelines, index, block > 0, scale, _mask_block, mask_args, C, T)
                 index += 1
-        out, lse = finish_attention(state, kv_pipelines, index, T)
+        parts, lse = finish_attention(state, kv_pipelines, index, T)
         v_scale = gl.load(layer.v_scale + task.kv_head)
-        _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C, T)
+        _epilogue(parts[0], lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C, T)
 
 
 @gluon.jit

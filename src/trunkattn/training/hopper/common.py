@@ -17,21 +17,31 @@ def reads(*tensors: torch.Tensor) -> bool:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
+    shape, itemsize = tensor.shape, tensor.itemsize
+    *strides, last = tensor.stride()
+    if 0 in shape:
         return False
-    if tensor.stride(-1) != 1:  # `with_batch` makes it contiguous
-        return tensor.shape[-1] * tensor.itemsize % TMA_BYTES == 0
-    strides = [stride * tensor.itemsize for stride, size in _outer(tensor) if size > 1]
-    return tensor.data_ptr() % TMA_BYTES == 0 and all(stride > 0 and stride % TMA_BYTES == 0 for stride in strides)
+    if last != 1:  # `with_batch` makes it contiguous
+        return shape[-1] * itemsize % TMA_BYTES == 0
+    for stride, size in zip(strides, shape, strict=False):
+        if size > 1 and (stride <= 0 or stride * itemsize % TMA_BYTES):
+            return False
+    return tensor.data_ptr() % TMA_BYTES == 0
 
 
-def _outer(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Stride and size of all dimensions but the last."""
-    return list(zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True))
+class _ReadableTensor(TensorDescriptor):
+    """The descriptor of a tensor that TMA reads. Its base checks that at each launch, which takes as long as all else
+    that a launch does."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 def tma_descriptor(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """The descriptor of a tensor [batch, tokens, heads, head_dim] for boxes of `rows` tokens of a head, `width` numbers
-    of each. TMA reads zeros beyond the tensor, and writes nothing there."""
-    strides = [stride if size > 1 else TMA_BYTES for stride, size in _outer(tensor)]  # of one element any will do
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, width], _LAYOUT)
+    """The descriptor of a tensor [batch, tokens, heads, head_dim] that TMA reads, for boxes of `rows` tokens of a head,
+    `width` numbers of each. TMA reads zeros beyond the tensor, and writes nothing there."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    for at in range(3):
+        if shape[at] == 1:  # then any stride will do
+            strides[at] = TMA_BYTES
+    return _ReadableTensor(tensor, shape, strides, [1, rows, 1, width], _LAYOUT)

@@ -28,6 +28,8 @@ from trunkattn.gpu.hopper.online_softmax import (
     attend_first_block,
     finish_attention,
     mainloop_tile,
+    part_of,
+    times_rows,
 )
 from trunkattn.gpu.hopper.pipeline import (
     KvPipelines,
@@ -38,9 +40,11 @@ from trunkattn.numerics import LOG2_E
 from trunkattn.training.common import Variant, with_batch
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.common import tma_descriptor
-from trunkattn.training.hopper.producer import allocate, produce, release_queries
+from trunkattn.training.hopper.memory import allocate, store_tile
+from trunkattn.training.hopper.producer import produce, release_queries
 from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
+    IN_WARPGROUP,
     MASKED,
     Tables,
     last_box,
@@ -49,21 +53,20 @@ from trunkattn.training.hopper.query_tiles import (
     walk_keys,
 )
 from trunkattn.training.sequences import Sequences
-from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_widths
+from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_forward_widths
 
 LAUNCH_REGISTERS: Final = 168  # of a thread
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_MOST_WITH_OWN_OUT: Final = 384  # dims of a key and a value: shared memory holds no more of larger heads
+_OWN_OUT_BYTES: Final = 192 << 10  # of shared memory; outputs for which it would take more have none of their own
 _SECTION_BYTES: Final = 4 << 20  # of keys and values of a section, which has a KV head at least
 _CLEARED_ROWS = gl.constexpr(32)  # at once
-
-tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9, and 3.6
+_LOG2_E = gl.constexpr(LOG2_E)
 
 
 class ForwardConstants(NamedTuple):
     """What the kernel is compiled for. mainloop: of the pipeline of keys, too; value_shape: of the pipeline of values.
     Both have padded heads; value_dim is that of values in memory. own_out: outputs leave from memory of their own, not
-    from that of the queries. soft_cap: 0 for none, which the main loop asks for."""
+    from that of the queries. soft_cap: of logits, 0 for none; then the kernel's scale has no log2(e)."""
 
     tile: FlashTile
     variant: Variant
@@ -71,7 +74,11 @@ class ForwardConstants(NamedTuple):
     value_shape: MainloopTile
     value_dim: int
     own_out: bool
-    soft_cap: float = 0.0
+    soft_cap: float
+
+    def __hash__(self) -> int:
+        """Triton asks for it at each launch. The other fields follow from these."""
+        return hash((self.tile, self.variant, self.value_dim, self.soft_cap))
 
 
 class Outputs(NamedTuple):
@@ -103,53 +110,78 @@ class _Consumer(NamedTuple):
     index: Any
 
 
+class _Sight(NamedTuple):
+    """What rows see, [64]: keys up to `last`, were it no tree, and with a window those of depth `least` and more."""
+
+    last: Any
+    least: Any
+
+
 class _Rows(NamedTuple):
-    """The queries of a warpgroup. last [64]: the last key that a row sees, were it no tree. length: of the sequence."""
+    """The queries of a warpgroup. length: of the sequence."""
 
     q_tile: Any
     kv: KvPipelines
-    last: Any
+    sight: _Sight
     length: Any
     scale: Any
     tables: Any
 
 
 class _MaskArgs(NamedTuple):
-    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. ends [block_n]: the ends
-    of the keys' subtrees, in a tree."""
+    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. ends, depths [block_n]: in
+    a tree the ends of the keys' subtrees, and with a window the keys' depths."""
 
     first: Any
     begin: Any
-    last: Any
+    sight: _Sight
     ends: Any
+    depths: Any
 
 
 @gluon.jit
 def _mask(args, C: gl.constexpr, T: gl.constexpr):
     """[64, block_n] which row sees which key of a block."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
-    mask = n[None, :] <= (args.last - args.first)[:, None]
+    mask = n[None, :] <= (args.sight.last - args.first)[:, None]
     if C.variant.packed:
         mask = mask & (n >= args.begin)[None, :]
-    if C.variant.tree:
-        mask = mask & (args.last[:, None] < args.ends[None, :])
+    if C.variant.tree or C.variant.window:
+        mask = mask & _mask_before(args, C, T)
     return mask
 
 
 @gluon.jit
-def _mask_above(args, C: gl.constexpr, T: gl.constexpr):
+def _mask_before(args, C: gl.constexpr, T: gl.constexpr):
     """[64, block_n] which row sees which key of a block, whose keys come before all rows."""
-    return args.last[:, None] < args.ends[None, :]
+    if C.variant.tree:
+        mask = args.sight.last[:, None] < args.ends[None, :]
+        if C.variant.window:
+            mask = mask & (args.depths[None, :] >= args.sight.least[:, None])
+    else:
+        n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
+        mask = n[None, :] >= (args.sight.least - args.first)[:, None]
+    return mask
 
 
 @gluon.jit
-def _subtree_ends(at, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
-    """The ends of the subtrees of a block's keys, where a mask needs them; they arrive while the product q·k runs."""
-    if C.variant.tree and SEEN != ALL_SEEN:
+def _of_keys(table, at, length, IS_READ: gl.constexpr, C: gl.constexpr):
+    """[block_n] what a tree's table says of a block's keys, where a mask needs it; it arrives while the product q·k
+    runs."""
+    if IS_READ:
         key = at + gl.arange(0, C.mainloop.block_n, gl.SliceLayout(0, C.mainloop.scores))
-        return gl.load(tables.subtree_end + key, mask=key < length, other=0)
+        return gl.load(table + key, mask=key < length, other=0)
     else:
         return 0
+
+
+@gluon.jit
+def _mask_args(at, before, sight, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
+    """Of the block whose first key is `at`, `before` columns behind column 0."""
+    IN_TREE: gl.constexpr = C.variant.tree and SEEN != ALL_SEEN
+    ends = _of_keys(tables.subtree_end, at, length, IN_TREE, C)
+    depths = _of_keys(tables.depths, at, length, IN_TREE and C.variant.window, C)
+    return _MaskArgs(at - before, before, sight, ends, depths)
 
 
 @gluon.jit
@@ -157,8 +189,8 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
     """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
-    mask_args = _MaskArgs(at, 0, rows.last, _subtree_ends(at, rows.length, rows.tables, SEEN, C))
-    MASK: gl.constexpr = None if SEEN == ALL_SEEN else _mask if SEEN == MASKED else _mask_above
+    mask_args = _mask_args(at, 0, rows.sight, rows.length, rows.tables, SEEN, C)
+    MASK: gl.constexpr = None if SEEN == ALL_SEEN else _mask if SEEN == MASKED else _mask_before
     attention = attend_block(
         state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, MASK, mask_args, C, T
     )
@@ -166,17 +198,41 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def _sight(tile, m, tables, C: gl.constexpr):
+    """What rows m [64] of a tile see."""
+    place = tile.first + m
+    if not C.variant.tree:
+        place += tile.len_k - tile.len_q
+    last, least = place, 0
+    if C.variant.window:
+        depth = place
+        if C.variant.tree:
+            depth = gl.load(tables.depths + place, mask=place < tile.len_q, other=0)
+        least = depth + 1 - tables.window
+        if not C.variant.causal:
+            last += tables.window - 1
+    if not C.variant.tree:
+        sees_part: gl.constexpr = C.variant.causal or C.variant.window
+        last = gl.minimum(last, tile.len_k - 1) if sees_part else m * 0 + tile.len_k - 1
+    return _Sight(last, least)
+
+
+@gluon.jit
+def _with_sink(lse, sink):
+    """lse of rows, finite, with one more logit; and the share of the outputs that is left."""
+    largest = gl.maximum(lse, sink)
+    own, rest = gl.exp2((sink - largest) * _LOG2_E), gl.exp2((lse - largest) * _LOG2_E)
+    return largest + gl.log(own + rest), rest / (own + rest)
+
+
+@gluon.jit
 def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
     """Rows m [64] of a tile. Returns their outputs, lse and the index of the next block of the pipelines."""
     T: gl.constexpr = C.mainloop
-    last = tile.first + m
-    if not C.variant.tree:
-        last += tile.len_k - tile.len_q
-        last = gl.minimum(last, tile.len_k - 1) if C.variant.causal else m * 0 + tile.len_k - 1
-    keys = tile_keys(tile, tables, C)
+    sight, keys = _sight(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
     box = last_box(tile, keys, C)
-    rows = _Rows(q_tile=q_tile, kv=kv, last=last, length=tile.len_q, scale=scale, tables=tables)
-    args = _MaskArgs(keys.last - box.before, box.before, last, _subtree_ends(keys.last, tile.len_q, tables, MASKED, C))
+    rows = _Rows(q_tile=q_tile, kv=kv, sight=sight, length=tile.len_q, scale=scale, tables=tables)
+    args = _mask_args(keys.last, box.before, sight, tile.len_q, tables, MASKED, C)
     more = keys.last > keys.ranges.begin
     attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
     state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)
@@ -184,8 +240,14 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
         release_queries(C)
     if C.variant.packed:
         _clear_values(kv, index, box.before - keys.last, C)
-    out, lse = finish_attention(state.attention, kv, state.index, T)
-    return out, gl.where(lse == NEG_INF, -float("inf"), lse), state.index
+    parts, lse = finish_attention(state.attention, kv, state.index, T)
+    if C.variant.sinks:
+        sink = gl.load(tables.sinks + tile.head)
+        if C.variant.packed:
+            sink = gl.where(tile.begin_k < 0, -float("inf"), sink)  # tokens of no sequence see nothing
+        lse, share = _with_sink(lse, sink)
+        parts = times_rows(parts, share, T)
+    return parts, gl.where(lse == NEG_INF, -float("inf"), lse), state.index
 
 
 @gluon.jit
@@ -194,46 +256,60 @@ def _clear_values(kv, index, count, C: gl.constexpr):
     are of the sequence before, and may be NaN. Every warpgroup stores the same."""
     V: gl.constexpr = C.value_shape
     COPY: gl.constexpr = V.copy
-    PARTS: gl.constexpr = V.block_n // _CLEARED_ROWS
+    SLICES: gl.constexpr = V.block_n // _CLEARED_ROWS
     if count > 0:
         consumer_wait(kv.v, index, V)
-        tile = kv.v.tiles.index(index % V.num_stages)
-        for i in gl.static_range(PARTS):
-            part = tile.slice(i * _CLEARED_ROWS, _CLEARED_ROWS)
-            row = i * _CLEARED_ROWS + gl.arange(0, _CLEARED_ROWS, gl.SliceLayout(1, COPY))
-            cleared = part.load(COPY)
-            part.store(gl.where((row < count)[:, None], 0.0, cleared).to(cleared.dtype))
+        for part in gl.static_range(len(V.parts)):
+            tile = part_of(kv.v.tiles, part, V).index(index % V.num_stages)
+            for i in gl.static_range(SLICES):
+                rows = tile.slice(i * _CLEARED_ROWS, _CLEARED_ROWS)
+                row = i * _CLEARED_ROWS + gl.arange(0, _CLEARED_ROWS, gl.SliceLayout(1, COPY))
+                cleared = rows.load(COPY)
+                rows.store(gl.where((row < count)[:, None], 0.0, cleared).to(cleared.dtype))
         fence_async_shared()
         warps_sync()
 
 
 @gluon.jit
-def _write_out(rows, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.constexpr, C: gl.constexpr):
+def _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Writes 64 rows of outputs, by TMA unless the sequence ends among them."""
-    DIM: gl.constexpr = C.value_dim
-    WIDTH: gl.constexpr = C.value_shape.head_dim
-    COPY: gl.constexpr = C.value_shape.copy
-    out_tile = memory.out_tiles.index(WARPGROUP)
+    V: gl.constexpr = C.value_shape
+    COPY: gl.constexpr = V.copy
     first = tile.first + WARPGROUP * WARPGROUP_ROWS
     if C.own_out:
         tma.store_wait(0)  # the tile before has left
         warps_sync()
-    out_tile.store(rows.to(out_tile.dtype))
+    for i in gl.static_range(len(V.parts)):
+        out_tile = part_of(memory.out_tiles, i, V).index(WARPGROUP)
+        out_tile.store(parts[i].to(out_tile.dtype))
     fence_async_shared()
     warps_sync()
     if first + WARPGROUP_ROWS <= tile.len_q:
-        box = memory.out_boxes.index(WARPGROUP)
-        tma_store(out_desc, [tile.batch, tile.begin_q + first, tile.head, 0], box)
+        store_tile(out_desc, tile.batch, tile.begin_q + first, tile.head, memory.out_boxes, WARPGROUP, V)
     else:
         m = first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, COPY))
-        d = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))[None, :]
         token = (tile.batch * seqlen_q + tile.begin_q).to(gl.int64) + m
-        at = (token * out_desc.shape[2] + tile.head)[:, None] * DIM + d
-        gl.store(outputs.out + at, out_tile.load(COPY), mask=(m < tile.len_q)[:, None] & (d < DIM))
+        at = (token * out_desc.shape[2] + tile.head)[:, None] * C.value_dim
+        for i in gl.static_range(len(V.parts)):
+            d = V.parts[i].begin + gl.arange(0, V.parts[i].width, gl.SliceLayout(0, COPY))[None, :]
+            rows = part_of(memory.out_tiles, i, V).index(WARPGROUP).load(COPY)
+            gl.store(outputs.out + at + d, rows, mask=(m < tile.len_q)[:, None] & (d < C.value_dim))
     if not C.own_out:
         tma.store_wait(0)
         warps_sync()
         release_queries(C)
+
+
+@gluon.jit
+def _tile_at(tiles, index, C: gl.constexpr):
+    """The queries of a warpgroup."""
+    if len(C.mainloop.parts) == 1:
+        return tiles.index(index)
+    else:
+        found: gl.tuple = ()
+        for i in gl.static_range(len(C.mainloop.parts)):
+            found += (tiles[i].index(index),)
+        return found
 
 
 @gluon.jit
@@ -248,9 +324,9 @@ def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, 
     tile = read_tile(memory.info)
     while tile.head >= 0:
         m = begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
-        q_tile = memory.q_tiles.index(WARPGROUP)
-        out, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, C)
-        _write_out(out, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP, C)
+        q_tile = _tile_at(memory.q_tiles, WARPGROUP, C)
+        parts, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, C)
+        _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP, C)
         m = tile.first + begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ACC))
         row = (tile.batch * num_heads + tile.head).to(gl.int64) * seqlen_q + tile.begin_q + m
         gl.store(outputs.lse + row, lse, mask=m < tile.len_q)
@@ -279,9 +355,11 @@ def hopper_forward_kernel(
 
 
 @lru_cache
-def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Variant) -> ForwardConstants:
+def forward_constants(
+    head_dims: tuple[int, int], tile: FlashTile, variant: Variant, soft_cap: float = 0.0
+) -> ForwardConstants:
     """What the kernel is compiled for. head_dims: of keys and of values."""
-    widths = hopper_widths(head_dims)
+    widths = hopper_forward_widths(head_dims)
     mainloop, value_shape = (
         mainloop_tile(
             width,
@@ -294,13 +372,15 @@ def forward_constants(head_dims: tuple[int, int], tile: FlashTile, variant: Vari
         )
         for width in widths
     )
+    streamed = tile.stages * tile.block_n * sum(widths)
     return ForwardConstants(
         tile=tile,
         variant=variant,
         mainloop=mainloop,
         value_shape=value_shape,
         value_dim=head_dims[1],
-        own_out=sum(widths) <= _MOST_WITH_OWN_OUT,
+        own_out=2 * (tile.block_m * sum(widths) + streamed) <= _OWN_OUT_BYTES,
+        soft_cap=soft_cap,
     )
 
 
@@ -314,45 +394,53 @@ def forward(
     tile = hopper_forward_tile(head_dims) if tile is None else tile
     out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
-    tree = sequences.tree
-    num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
-    causal = sequences.causal or tree is not None
+    sums, in_tree = sequences.cu_seqlens_q, sequences.tree is not None
+    causal = sequences.causal or in_tree
     variant = Variant(
         causal=causal,
         packed=sequences.packed,
-        tree=tree is not None,
-        window=False,
-        soft_cap=False,
-        sinks=False,
+        tree=in_tree,
+        window=sequences.sliding_window is not None,
+        soft_cap=sequences.soft_cap is not None,
+        sinks=sequences.sinks is not None,
         even_q=False,
         even_k=False,
     )
     group = heads // k4.shape[2]
     section = max(_SECTION_BYTES // (k4.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
-    tables = Tables(
-        cu_seqlens_q=sequences.cu_seqlens_q,
-        cu_seqlens_k=sequences.cu_seqlens_k,
-        subtree_end=None if tree is None else tree.subtree_end,
-        segment_of=None if tree is None else tree.segment_of,
-        segments=None if tree is None else tree.segments,
-        next_tile=torch.zeros(1, dtype=torch.int32, device=q.device),
-    )
-    constants, rows = forward_constants(head_dims, tile, variant), WARPGROUP_ROWS.value
-    widths = hopper_widths(head_dims)
+    constants = forward_constants(head_dims, tile, variant, sequences.soft_cap or 0.0)
+    rows = WARPGROUP_ROWS.value
+    key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     given = ForwardArguments(
-        q_desc=tma_descriptor(q4, rows, widths.keys),
-        k_desc=tma_descriptor(k4, tile.block_n, widths.keys),
-        v_desc=tma_descriptor(v4, tile.block_n, widths.head_values),
-        out_desc=tma_descriptor(out, rows, widths.head_values),
+        q_desc=tma_descriptor(q4, rows, key_box),
+        k_desc=tma_descriptor(k4, tile.block_n, key_box),
+        v_desc=tma_descriptor(v4, tile.block_n, value_box),
+        out_desc=tma_descriptor(out, rows, value_box),
         outputs=Outputs(out, lse),
-        tables=tables,
-        num_sequences=num_sequences,
+        tables=_tables(sequences, seqlen_q + k4.shape[1], q.device),
+        num_sequences=0 if sums is None else len(sums) - 1,
         section=min(section, heads * batch),
-        scale=sequences.sm_scale * LOG2_E,
+        scale=sequences.sm_scale * (LOG2_E if sequences.soft_cap is None else 1.0),
         C=constants,
     )
-    num_tiles = (sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
+    num_tiles = (sequences.blocks(sums, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     launch = hopper_forward_kernel[(min(num_sms, num_tiles),)]
     launch(**given._asdict(), num_warps=4, maxnreg=LAUNCH_REGISTERS)
     return (out, lse) if sequences.has_batch else (out[0], lse[0])
+
+
+def _tables(sequences: Sequences, tokens: int, device: torch.device) -> Tables:
+    """tokens: queries and keys together."""
+    window, tree = sequences.window_within(tokens) or None, sequences.tree
+    return Tables(
+        cu_seqlens_q=sequences.cu_seqlens_q,
+        cu_seqlens_k=sequences.cu_seqlens_k,
+        subtree_end=tree and tree.subtree_end,
+        depths=tree and window and tree.depths,
+        segment_of=tree and tree.segment_of,
+        segments=tree and tree.segments,
+        next_tile=torch.zeros(1, dtype=torch.int32, device=device),
+        window=window,
+        sinks=sequences.sinks,
+    )

@@ -1,4 +1,4 @@
-"""The producer warp of the forward pass on Hopper, and the shared memory that it fills."""
+"""The producer warp of the forward pass on Hopper."""
 
 from typing import Any, NamedTuple
 
@@ -6,19 +6,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from trunkattn.gpu.hopper.common import SWIZZLED, WARPGROUP_ROWS, reinterpret
+from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_KV_EMPTY,
     BAR_V_EMPTY,
     KvPipelines,
-    make_pipeline,
     producer_acquire,
-    tma_load,
     warps_sync,
 )
+from trunkattn.training.hopper.memory import load_tile
 from trunkattn.training.hopper.query_tiles import (
-    INFO_SLOTS,
+    IN_WARP,
     QueryTile,
     find_tile,
     last_box,
@@ -29,19 +28,6 @@ from trunkattn.training.hopper.query_tiles import (
 )
 
 _BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
-
-
-class ForwardMemory(NamedTuple):
-    """Shared memory of a CTA. q_tiles [consumers, 64, head_dim] and out_tiles, as TMA has them (boxes), and for matrix
-    products. q_full: the full barrier of q_tiles and of `info`, the tile of the queries."""
-
-    q_boxes: Any
-    q_tiles: Any
-    q_full: Any
-    info: Any
-    out_boxes: Any
-    out_tiles: Any
-    kv: KvPipelines
 
 
 class _Producer(NamedTuple):
@@ -63,42 +49,13 @@ class _Loads(NamedTuple):
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
-    """Shared memory, with all stages of the pipelines empty."""
-    T: gl.constexpr = C.mainloop
-    V: gl.constexpr = C.value_shape
-    CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
-    k_boxes = gl.allocate_shared_memory(k_desc.dtype, [T.num_stages, 1, T.block_n, 1, T.head_dim], k_desc.layout)
-    v_boxes = gl.allocate_shared_memory(v_desc.dtype, [V.num_stages, 1, V.block_n, 1, V.head_dim], v_desc.layout)
-    q_boxes = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, 1, T.head_dim], q_desc.layout)
-    out_boxes = q_boxes
-    if C.own_out:
-        out_boxes = gl.allocate_shared_memory(
-            q_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, 1, V.head_dim], out_desc.layout
-        )
-    Q_SHAPE: gl.constexpr = (CONSUMERS, WARPGROUP_ROWS, T.head_dim)
-    OUT_SHAPE: gl.constexpr = (CONSUMERS, WARPGROUP_ROWS, V.head_dim)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    return ForwardMemory(
-        q_boxes=q_boxes,
-        q_tiles=reinterpret(q_boxes, q_boxes.dtype, Q_SHAPE, SWIZZLED),
-        q_full=q_full,
-        info=gl.allocate_shared_memory(gl.int32, [INFO_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        out_boxes=out_boxes,
-        out_tiles=reinterpret(out_boxes, out_boxes.dtype, OUT_SHAPE, SWIZZLED),
-        kv=KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, V)),
-    )
-
-
-@gluon.jit
 def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
     """Acquires the stage of block `index` and loads it from `token` on."""
     stage = index % SHAPE.num_stages
     full = pipeline.full.index(stage)
     producer_acquire(index, BAR_EMPTY, SHAPE)
     mbarrier.expect(full, SHAPE.block_n * SHAPE.head_dim * 2)
-    tma_load(desc, [loads.batch, token, loads.head, 0], full, pipeline.boxes.index(stage))
+    load_tile(desc, loads.batch, token, loads.head, full, pipeline.boxes, stage, SHAPE)
 
 
 @gluon.jit
@@ -129,6 +86,7 @@ def release_queries(C: gl.constexpr):
 @gluon.jit
 def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
     """Loads the queries of a tile, and tells consumers of it. first: nobody has read queries before."""
+    T: gl.constexpr = C.mainloop
     CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
     if not first:
         _acquire_queries(C)
@@ -138,10 +96,10 @@ def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
     if tile.head < 0:
         mbarrier.arrive(full, count=1)
     else:
-        mbarrier.expect(full, C.tile.block_m * C.mainloop.head_dim * 2)
+        mbarrier.expect(full, C.tile.block_m * T.head_dim * 2)
         for i in gl.static_range(CONSUMERS):
             token = tile.begin_q + tile.first + i * WARPGROUP_ROWS
-            tma_load(q_desc, [tile.batch, token, tile.head, 0], full, memory.q_boxes.index(i))
+            load_tile(q_desc, tile.batch, token, tile.head, full, memory.q_boxes, i, T)
 
 
 @gluon.jit
@@ -154,7 +112,7 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
     while number < order.num_blocks * order.num_heads:
         tile = find_tile(number, order, q_desc, k_desc, tables, num_sequences, C)
         if tile.first < tile.len_q:
-            keys = tile_keys(tile, tables, C)
+            keys = tile_keys(tile, tables, IN_WARP, C)
             box = last_box(tile, keys, C)
             kv_head = tile.head // (q_desc.shape[2] // k_desc.shape[2])
             loads = _Loads(

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trunkattn.training.common import (
+    Depths,
     find_sequence,
     masked_block,
     masked_blocks,
@@ -23,15 +24,19 @@ from trunkattn.training.common import (
 
 
 class Tables(NamedTuple):
-    """Arrays on the device. cu_seqlens_q, cu_seqlens_k: None unless sequences are packed; the others, of `TreeTables`,
-    without a tree. next_tile [1]: 0 at launch."""
+    """Arrays on the device. cu_seqlens_q, cu_seqlens_k: None unless sequences are packed; subtree_end to segments, of
+    `TreeTables`: None without a tree, and depths without a window. next_tile [1]: 0 at launch. window: keys to each
+    side, a number, or None. sinks [num_qo_heads]: or None."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     subtree_end: Any
+    depths: Any
     segment_of: Any
     segments: Any
     next_tile: Any
+    window: Any
+    sinks: Any
 
 
 class TileOrder(NamedTuple):
@@ -44,7 +49,8 @@ class TileOrder(NamedTuple):
 
 class QueryTile(NamedTuple):
     """Queries from token `first` of a sequence on, of one head. The sequence has tokens [begin_q, begin_q + len_q) of
-    the queries' tensor, and of the keys' alike. head: -1 after the last tile."""
+    the queries' tensor, and of the keys' alike; begin_k is -1 of tokens behind the last sequence. head: -1 after the
+    last tile."""
 
     first: Any
     head: Any
@@ -57,11 +63,12 @@ class QueryTile(NamedTuple):
 
 class TileKeys(NamedTuple):
     """The keys of a tile: those of its sequence, or of its own segment in a tree, as `Ranges`; the first key of their
-    last block, which a kernel takes first; and the segment."""
+    last block, which a kernel takes first; the segment; and the `Depths` of the tile."""
 
     ranges: Any
     last: Any
     segment: Any
+    depths: Any
 
 
 class Box(NamedTuple):
@@ -71,27 +78,28 @@ class Box(NamedTuple):
     before: Any
 
 
-# Which keys of a block a row sees: all; what its mask says; in a tree, of a block above the tile's own, where every key
-# comes before the row, those whose subtree holds it
-ALL_SEEN, MASKED, MASKED_ABOVE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# Which keys of a block a row sees: all; what its mask says; of a block where every key comes before every row, those
+# whose subtree holds it, and those in its window
+ALL_SEEN, MASKED, MASKED_BEFORE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 _FIELDS = gl.constexpr(len(QueryTile._fields))
 INFO_SLOTS = gl.constexpr(8)  # a power of two
-_SCALAR_IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_SCALAR_IN_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Numbers over the threads of a warp, and of a warpgroup
+IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+IN_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
 def write_tile(info, tile):
     """Writes a tile to shared memory, int32 [8, 1]. One warp does."""
-    LAYOUT: gl.constexpr = _SCALAR_IN_WARP
+    LAYOUT: gl.constexpr = IN_WARP
     for i in gl.static_range(_FIELDS):
         info.index(i).store(gl.full([1], 0, gl.int32, LAYOUT) + tile[i])
 
 
 @gluon.jit
 def _read(info, i: gl.constexpr):
-    return gl.max(info.index(i).load(_SCALAR_IN_WARPGROUP), 0)
+    return gl.max(info.index(i).load(IN_WARPGROUP), 0)
 
 
 @gluon.jit
@@ -137,7 +145,7 @@ def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.conste
             begin_k, len_k = _span(tables.cu_seqlens_k, sequence, len_k)
         else:
             begin_q = gl.minimum(gl.maximum(gl.load(tables.cu_seqlens_q + sequence), 0), len_q)
-            len_q, len_k = len_q - begin_q, 0
+            len_q, begin_k, len_k = len_q - begin_q, -1, 0
     return QueryTile(
         first=block * BLOCK_M,
         head=head % q_desc.shape[2],
@@ -156,8 +164,18 @@ def _span(cu_seqlens, sequence, tokens):
 
 
 @gluon.jit
-def tile_keys(tile, tables, C: gl.constexpr):
-    """The keys of a tile."""
+def _tile_depths(tile, tables, LAYOUT: gl.constexpr, C: gl.constexpr):
+    if C.variant.tree and C.variant.window:
+        m = tile.first + gl.arange(0, C.tile.block_m, LAYOUT)
+        depth = gl.load(tables.depths + gl.minimum(m, tile.len_q - 1))
+        return Depths(gl.min(depth, 0), gl.max(depth, 0))
+    else:
+        return Depths(0, 0)
+
+
+@gluon.jit
+def tile_keys(tile, tables, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The keys of a tile. LAYOUT: of numbers over the warps that call it."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant
@@ -165,7 +183,8 @@ def tile_keys(tile, tables, C: gl.constexpr):
         ranges, segment = own_segment(tables, tile.first, tile.len_q, TILE)
     else:
         ranges, segment = visible_keys(tables, tile.first, tile.len_q, tile.len_k, TILE, VARIANT), 0
-    return TileKeys(ranges, gl.maximum(ranges.end - 1, 0) // BLOCK_N * BLOCK_N, segment)
+    last = gl.maximum(ranges.end - 1, 0) // BLOCK_N * BLOCK_N
+    return TileKeys(ranges, last, segment, _tile_depths(tile, tables, LAYOUT, C))
 
 
 @gluon.jit
@@ -185,7 +204,8 @@ def last_box(tile, keys, C: gl.constexpr):
 def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.constexpr):
     """The state after all blocks of a tile but the last one, from which it goes down: `step(state, at, more, given,
     SEEN, C)` of each block, where `at` is its first key and `more` says that the next one follows for sure. In a tree
-    it goes up the segments from the tile to the root, as the portable kernel does."""
+    it goes up the segments from the tile to the root, as the portable kernel does. Blocks that a window begins in come
+    behind those that all rows see."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant
@@ -195,13 +215,16 @@ def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.conste
     if C.variant.tree:
         top, segment = ranges.begin, keys.segment
         for _ in range(gl.load(tables.segments + 4 * segment + 3) + 1):
-            ranges, segment = path_keys(tables, segment, top, tile.first, 0, tile.len_q, TILE, VARIANT)
+            ranges, segment = path_keys(tables, segment, top, tile.first, keys.depths, tile.len_q, TILE, VARIANT)
             top = gl.minimum(top, ranges.begin)
             for number in range(masked_blocks(ranges, TILE)):
-                state = step(state, masked_block(ranges, number, TILE), False, given, MASKED_ABOVE, C)
+                state = step(state, masked_block(ranges, number, TILE), False, given, MASKED_BEFORE, C)
             for at in range(ranges.full_begin, ranges.full_end, BLOCK_N):
                 state = step(state, at, at + BLOCK_N < ranges.full_end, given, ALL_SEEN, C)
     else:
-        for at in range(gl.minimum(ranges.full_end, keys.last) - BLOCK_N, -1, -BLOCK_N):
-            state = step(state, at, at > 0, given, ALL_SEEN, C)
+        for at in range(gl.minimum(ranges.full_end, keys.last) - BLOCK_N, ranges.full_begin - 1, -BLOCK_N):
+            state = step(state, at, at > ranges.begin, given, ALL_SEEN, C)
+        if C.variant.window:
+            for at in range(ranges.full_begin - BLOCK_N, ranges.begin - 1, -BLOCK_N):
+                state = step(state, at, at > ranges.begin, given, MASKED_BEFORE, C)
     return state
