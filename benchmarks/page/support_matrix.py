@@ -64,8 +64,10 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     '`execution="overlapped"`': [{"execution": "overlapped"}],
 }
 TRAINING: dict[str, list[dict[str, Any]]] = {
-    "training (`flash_attention`), head_dim 64, 96, 128": [{"head_dim": dim} for dim in (64, 96, 128)],
-    "training, another head_dim to 256": [{"head_dim": dim} for dim in (32, 100, 192, 256)],
+    "training (`flash_attention`), head_dim 64, 96, 128, 192, 256": [
+        {"head_dim": dim} for dim in (64, 96, 128, 192, 256)
+    ],
+    "training, another head_dim to 256": [{"head_dim": dim} for dim in (32, 100)],
     "training on prefix trees": [{"head_dim": dim, "tree": True} for dim in (64, 128)],
     "training with a sliding window or a soft cap": [{"sliding_window": 2}, {"logits_soft_cap": 30.0}],
 }

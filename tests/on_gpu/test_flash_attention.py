@@ -52,7 +52,7 @@ def test_head_dims(head_dim: int, dtype: torch.dtype, deterministic: bool) -> No
         check(TrainingCase((lengths,), False, causal, (4, 2), head_dim, dtype, device="cuda"), deterministic)
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (12, 4), (7, 7)])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (12, 4), (7, 7), (32, 1)])
 def test_groups(heads: tuple[int, int]) -> None:
     for deterministic in (True, False):
         check(TrainingCase(((700, 700), (700, 700)), False, True, heads, 128, BF16, device="cuda"), deterministic)
@@ -263,6 +263,28 @@ def test_windows_caps_and_sinks_of_wide_heads(head_dims: tuple[int, int], window
         check(replace(case, **options), False)
 
 
+@pytest.mark.parametrize("features", [{"sliding_window": 70}, {"soft_cap": 5.0}, {"has_sinks": True}])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
+def test_a_feature_by_itself(head_dims: tuple[int, int], features: dict[str, Any]) -> None:
+    """Windows of trees leave out blocks in the midst of others."""
+    of_heads: dict[str, Any] = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "heads": (4, 2)}
+    case = replace(TrainingCase((), False, True, (4, 2), 64, BF16, device="cuda"), **of_heads, **features)
+    for causal in (True, False):
+        for lengths in ((700, 700), (333, 777), (777, 333)):
+            check(replace(case, lengths=(lengths, lengths), causal=causal), False)
+        check(replace(case, lengths=PACKED, packed=True, causal=causal, padding=150), False)
+    for tree in (DEEP, BUSHY):
+        check(tree_case(tree, dtype=BF16, device="cuda", **of_heads, **features), False)
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (64, 64), (192, 192)])
+def test_ctas_that_have_all_heads_of_a_group_and_those_that_have_some(head_dims: tuple[int, int]) -> None:
+    """By the number of blocks of keys beside that of SMs."""
+    for length, batch in ((900, 1), (1100, 12)):
+        lengths = ((length, length),) * batch
+        check(TrainingCase(lengths, False, True, (16, 8), head_dims[0], BF16, device="cuda"), False)
+
+
 def test_parts_of_a_fused_tensor_and_tensors_that_tma_cannot_read() -> None:
     """The latter go to the portable kernel, so that bits may differ."""
     sums = {
@@ -318,7 +340,7 @@ def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: in
         check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dim: int) -> None:
     """Some CTAs compute several tiles."""

@@ -1,5 +1,6 @@
 """Run by test_hopper_backward in a process of its own, in which Triton compiles for an sm_90. Arguments: names of
-kernels, each a head_dim, a group size and a kind of attention.
+kernels, each a head_dim, or that of keys and of values such as "192/128", a group size and a kind of attention: causal,
+full, packed or tree, and features such as "causal+window+cap". With "+parts" a CTA has one query head of a group.
 
 Prints JSON: kernel -> registers, spilled bytes, shared bytes, and what ptxas says of matrix products one by one.
 """
@@ -18,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from trunkattn.training.common import Batch, Scales, Variant
+from trunkattn.training.hopper.backward import REGISTERS, hopper_backward_kernel
 from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork, backward_tile
-from trunkattn.training.hopper.key_gradients import DQ_BOX, REGISTERS, hopper_backward_kernel
+from trunkattn.training.hopper.key_loads import DQ_BOX
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 TABLES = ("subtree_end", "depths", "segment_of", "segments")
@@ -31,10 +33,14 @@ def descriptor(kind: str, box: tuple[int, ...], swizzle: int) -> str:
     return f"tensordesc<{kind}[{', '.join(map(str, box))}],{layout}>"
 
 
-def compiled(head_dim: int, group_size: int, kind: str, dtype: str = "bf16") -> dict[str, Any]:
-    """The main kernel. kind: causal, full, packed or tree; packed and trees end inside blocks of keys."""
-    tile, packed, tree = backward_tile(head_dim, head_dim), kind == "packed", kind == "tree"
-    variant = Variant(kind != "full", packed, tree, False, False, False, False, not (packed or tree))
+def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str = "bf16") -> dict[str, Any]:
+    """The main kernel. Packed sequences and trees end inside blocks of keys."""
+    kind, *features = kind.split("+")
+    tile = backward_tile(*head_dims)
+    packed, tree, window = kind == "packed", kind == "tree", "window" in features
+    variant = Variant(kind != "full", packed, tree, window, "cap" in features, False, False, not (packed or tree))
+    members = 1 if "parts" in features else group_size
+    out = f"*{dtype}" if members == group_size else "*fp32"
     rows, keys = descriptor(dtype, (1, tile.block_m, 1, 64), 128), descriptor(dtype, (1, 64, 1, 64), 128)
     present = (*(OFFSETS if packed else ()), *(TABLES if tree else ()))
     batch = Batch(*("*i32" if field in present else "i32" for field in Batch._fields))
@@ -43,14 +49,20 @@ def compiled(head_dim: int, group_size: int, kind: str, dtype: str = "bf16") -> 
     types = {
         "q_desc": rows, "k_desc": keys, "v_desc": keys, "dout_desc": rows,
         "dq_desc": descriptor("fp32", DQ_BOX, 128), "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
-        "work": KeyWork(f"*{dtype}", f"*{dtype}", *["i32"] * 4), "batch": batch._replace(**absent),
+        "work": KeyWork(out, out, "*i32" if tree and window else "constexpr", *["i32"] * 3),
+        "batch": batch._replace(**absent),
         "scales": Scales("fp32", "fp32", "fp32"), "C": "constexpr",
     }  # fmt: skip
     place = names.index("batch")
     values: dict[tuple[int, ...], Any] = {(place, Batch._fields.index(field)): None for field in absent}
-    values[names.index("C"),] = BackwardConstants(tile, variant, head_dim, head_dim, group_size)
+    values[names.index("C"),] = BackwardConstants(tile, variant, *head_dims, group_size, members)
+    pointers = [0, 1]
+    if tree and window:
+        pointers.append(2)
+    else:
+        values[names.index("work"), 2] = None
     aligned = {(place, Batch._fields.index(field)): [["tt.divisibility", 16]] for field in present}
-    aligned |= {(names.index("work"), at): [["tt.divisibility", 16]] for at in range(2)}
+    aligned |= {(names.index("work"), at): [["tt.divisibility", 16]] for at in pointers}
     source = GluonASTSource(hopper_backward_kernel, {name: types[name] for name in names}, values, aligned)
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -78,8 +90,9 @@ def assembled(ptx: str) -> str:
 def main() -> None:
     report = {}
     for name in sys.argv[1:]:
-        head_dim, group_size, kind = name.split()
-        report[name] = compiled(int(head_dim), int(group_size), kind)
+        dims, group_size, kind = name.split()
+        keys, _, head_values = dims.partition("/")
+        report[name] = compiled((int(keys), int(head_values or keys)), int(group_size), kind)
     print(json.dumps(report))
 
 

@@ -192,7 +192,7 @@ HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
 _HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks")
-_HOPPER_BACKWARD_WIDEST: Final = 128  # head_dim above which dk and dv do not fit the registers
+_HOPPER_OWN_KEYS: Final = 128  # head_dim up to which the sums of 64 keys fit the registers of a warpgroup
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
 
@@ -225,33 +225,32 @@ def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile,
     return (hopper_forward_tile((config.head_dim, config.head_dim_v)),)
 
 
-def _refuses_hopper(
-    config: TrainingConfig, card: Card, name: str, widest: int, takes: tuple[str, ...] = ()
-) -> list[str]:
-    """What the Hopper passes refuse. name: of the pass; widest: head_dim that it takes; takes: options that it has."""
+def _refuses_hopper(config: TrainingConfig, card: Card, name: str) -> list[str]:
+    """What the Hopper passes refuse. name: of the pass."""
     reasons = list(card.why_not_hopper)
-    lacks = (option for option in config.options if option not in takes)
+    lacks = (option for option in config.options if option not in _HOPPER_TAKES)
     reasons += [f"{option} is given: the Hopper {name} pass has none" for option in lacks]
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
     for dim, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
-        if width % _HOPPER_DIMS or not _HOPPER_NARROWEST <= width <= widest:
-            reasons.append(f"{dim} {width}: expected a multiple of {_HOPPER_DIMS} from {_HOPPER_NARROWEST} to {widest}")
+        if width % _HOPPER_DIMS or not _HOPPER_NARROWEST <= width <= MAX_HEAD_DIM:
+            expected = f"a multiple of {_HOPPER_DIMS} from {_HOPPER_NARROWEST} to {MAX_HEAD_DIM}"
+            reasons.append(f"{dim} {width}: expected {expected}")
     return reasons
 
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
-    return _refuses_hopper(config, card, "forward", MAX_HEAD_DIM, _HOPPER_TAKES)
+    return _refuses_hopper(config, card, "forward")
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper backward pass does not compute an attention on a card; empty: it does, if TMA reads the
     tensors."""
-    return _refuses_hopper(config, card, "backward", _HOPPER_BACKWARD_WIDEST)
+    return _refuses_hopper(config, card, "backward")
 
 
 def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
-    """The tile of the Hopper backward pass: 64 keys for each of two consumer warpgroups, and a producer warp. Narrow
-    heads leave registers for more queries."""
-    return (FlashTile(128 if config.widest <= 64 else 64, 128, 9, 2),)
+    """The tile of the Hopper backward pass: two consumer warpgroups, of 64 keys each unless heads are wide, and a
+    producer warp. Narrow heads leave registers for more queries."""
+    return (FlashTile(128 if config.widest <= 64 else 64, 128 if config.widest <= _HOPPER_OWN_KEYS else 64, 9, 2),)

@@ -6,82 +6,117 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trunkattn.gpu.hopper.online_softmax import copy_layout
+from trunkattn.gpu.hopper.pipeline import PipelineShape
+from trunkattn.numerics import LOG2_E
 from trunkattn.training.backward_keys import seen_by
 from trunkattn.training.common import Variant, find_sequence, span
 from trunkattn.training.spec import hopper_widths
 
-BLOCK_N: Final = 128  # keys of a CTA
 _NUM_STAGES, _NUM_THREADS = 2, 288
-_PANEL: Final = 64  # rows and columns of dq that a warpgroup computes
+_PANEL: Final = 64  # rows and columns of dq that a warpgroup computes at a time
+_NARROW: Final = 128
+_NEVER = gl.constexpr(2**30)
+_LOG2_E = gl.constexpr(LOG2_E)
+BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 class BackwardTile(NamedTuple):
-    """Constants of the main loop. block_m queries × block_n keys. dim, dim_v: of keys and of values, padded. num_stages
-    to stored: as of `PipelineShape`. ahead: scores are computed a block ahead, which takes registers that only narrow
-    heads have. scores, dk, dv, dq: layouts of the products. copy_k, copy_v: of copies to memory."""
+    """Constants of the main loop. block_m queries × block_n keys. wide: heads above 128. columns: queries in the scores
+    of a warpgroup. dim, dim_v: of keys and of values, padded; key_panels, value_panels: of them, those of 64 that are
+    loaded. num_stages to stored: of the pipeline of queries, as of `PipelineShape`. dout: that of dout. scores, dk, dv,
+    dq: layouts of the products. copy_k, copy_v: of copies of dk and dv to memory. copy_panel: of a panel."""
 
     block_m: int
     block_n: int
+    wide: bool
+    columns: int
     dim: int
     dim_v: int
+    key_panels: int
+    value_panels: int
     num_stages: int
     num_threads: int
     stored: bool
-    ahead: bool
+    dout: PipelineShape
     scores: Any
     dk: Any
     dv: Any
     dq: Any
     copy_k: Any
     copy_v: Any
+    copy_panel: Any
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """The constants for heads of up to 128. A block of queries has two panels of dq, one for each warpgroup. Values are
-    not padded to more than keys, because shared memory ends."""
+    """The constants for heads of up to 256. Up to 128 a block of queries has two panels of dq, one for each warpgroup,
+    which owns half of the keys, and values are not padded to more than keys, because shared memory ends. Wider heads
+    have fewer keys, and a warpgroup owns half of the numbers of each."""
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
-    block_m = 2 * _PANEL * _PANEL // dim
+    wide = dim > _NARROW
+    if wide:
+        block_m, block_n, columns, dim_v = _PANEL, _PANEL, _PANEL // 2, max(dim_v, _NARROW)
+        widths, panels = (dim // 2, dim_v // 2), (-(-head_dim // _PANEL), -(-head_dim_v // _PANEL))
+    else:
+        block_m, block_n = 2 * _PANEL * _PANEL // dim, 2 * _PANEL
+        columns, widths, panels = block_m, (dim, dim_v), (dim // _PANEL, dim_v // _PANEL)
+    dout_stages = 1 if dim_v > _NARROW else _NUM_STAGES  # shared memory holds no more
+    dout = PipelineShape(
+        head_dim=dim_v,
+        block_n=block_m,
+        num_stages=dout_stages,
+        num_threads=_NUM_THREADS,
+        empty=BAR_DOUT_EMPTY.value,
+    )
     scores, dk, dv, dq = (
-        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (block_m, dim, dim_v, _PANEL)
+        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+        for width in (columns, *widths, _PANEL)
     )
     return BackwardTile(
         block_m=block_m,
-        block_n=BLOCK_N,
+        block_n=block_n,
+        wide=wide,
+        columns=columns,
         dim=dim,
         dim_v=dim_v,
+        key_panels=panels[0],
+        value_panels=panels[1],
         num_stages=_NUM_STAGES,
         num_threads=_NUM_THREADS,
         stored=False,
-        ahead=dim == 64,
+        dout=dout,
         scores=scores,
         dk=dk,
         dv=dv,
         dq=dq,
-        copy_k=copy_layout(dim),
-        copy_v=copy_layout(dim_v),
+        copy_k=copy_layout(widths[0]),
+        copy_v=copy_layout(widths[1]),
+        copy_panel=copy_layout(_PANEL),
     )
 
 
 class BackwardConstants(NamedTuple):
-    """What the kernel is compiled for. head_dim, head_dim_v: of keys and of values, in memory."""
+    """What the kernel is compiled for. head_dim, head_dim_v: of keys and of values, in memory. members: query heads of
+    a CTA, all or a part of a group."""
 
     tile: BackwardTile
     variant: Variant
     head_dim: int
     head_dim_v: int
     group_size: int
+    members: int
 
 
 class KeyWork(NamedTuple):
-    """What is written, and in which order. dk, dv: contiguous. section: pairs (batch, KV head) whose blocks take turns.
-    num_row_blocks: blocks of queries of a head in the arrays of rows."""
+    """What is written, and in which order. dk, dv: contiguous [parts of a group, batch, seqlen_k, num_kv_heads, ...],
+    float32 if there are several parts. num_runs: (batch, KV head, part), each a run of query heads. section: runs whose
+    blocks take turns. num_row_blocks: blocks of queries of a head in the arrays of rows. block_depths: of a tree with a
+    window, the smallest depth in each of those blocks; else None."""
 
     dk: Any
     dv: Any
-    num_kv_heads: Any
-    num_pairs: Any
+    block_depths: Any
+    num_runs: Any
     section: Any
     num_row_blocks: Any
 
@@ -89,10 +124,13 @@ class KeyWork(NamedTuple):
 class KeyTask(NamedTuple):
     """The keys of a CTA: those from `first` on of a sequence of len_k, which begins at token begin_k, and the blocks of
     queries that see them, by their numbers in the sequence: those in [begin, full_begin) and [full_end, end) need a
-    mask. row: of a batch. row_block: where the first one of the first head of the group lies in the arrays of rows;
-    those of the next head lie num_row_blocks behind."""
+    mask. row: of a batch; out_row: of dk and dv, whose parts lie one behind the other. head: the first of the query
+    heads. row_block: where its first block lies in the arrays of rows; those of the next head lie num_row_blocks
+    behind. depth_end: in a tree with a window, the depth from which on no query sees any of the keys."""
 
     row: Any
+    out_row: Any
+    head: Any
     kv_head: Any
     first: Any
     begin_q: Any
@@ -105,12 +143,33 @@ class KeyTask(NamedTuple):
     end: Any
     row_block: Any
     num_row_blocks: Any
+    depth_end: Any
+
+
+class OwnKeys(NamedTuple):
+    """The keys of a warpgroup [64], of which each is seen by the queries [seen_from, seen_to); in a tree with a window,
+    by those of them whose `depths` are below depth_end. count: blocks of queries of all heads."""
+
+    task: Any
+    seen_from: Any
+    seen_to: Any
+    depths: Any
+    depth_end: Any
+    scales: Any
+    count: Any
 
 
 @gluon.jit
 def _span(cu_seqlens, sequence, tokens):
     begin, length = span(cu_seqlens, sequence, tokens)
     return begin.to(gl.int32), length.to(gl.int32)
+
+
+@gluon.constexpr_function
+def skips_blocks(C: BackwardConstants) -> bool:
+    """Whether queries beyond the window lie between others, as they do in the pre-order of a tree. Elsewhere the scores
+    of the next block are computed ahead."""
+    return C.variant.tree and C.variant.window
 
 
 @gluon.jit
@@ -123,13 +182,16 @@ def find_keys(work, batch, C: gl.constexpr):
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     of_section = work.section * batch.num_blocks
-    first_pair = gl.program_id(0) // of_section * work.section
-    pairs = gl.minimum(work.section, work.num_pairs - first_pair)  # the last section may have fewer
+    first_run = gl.program_id(0) // of_section * work.section
+    runs = gl.minimum(work.section, work.num_runs - first_run)  # the last section may have fewer
     rest = gl.program_id(0) % of_section
-    number, pair = rest // pairs, first_pair + rest % pairs
-    row, kv_head = pair // work.num_kv_heads, pair % work.num_kv_heads
+    number, run = rest // runs, first_run + rest % runs
+    row, head = run * C.members // batch.num_qo_heads, run * C.members % batch.num_qo_heads
+    out_row = row
+    if C.members < C.group_size:
+        out_row += head % C.group_size // C.members * (work.num_runs * C.members // batch.num_qo_heads)
     begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
-    row_block = pair * C.group_size * work.num_row_blocks
+    row_block = run * C.members * work.num_row_blocks
     if VARIANT.packed:
         sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
         begin_q, len_q = _span(batch.cu_seqlens_q, sequence, batch.seqlen_q)
@@ -144,9 +206,14 @@ def find_keys(work, batch, C: gl.constexpr):
         full_end = gl.minimum(full_end, len_q // BLOCK_M)
     full_end = gl.maximum(full_end, full_begin)
     begin, end = ranges.begin // BLOCK_M, (ranges.end + BLOCK_M - 1) // BLOCK_M
+    depth_end = 0
+    if skips_blocks(C):
+        depth_end = gl.max(gl.load(batch.depths + n, mask=n < len_k, other=0), 0) + batch.window
     return KeyTask(
         row=row,
-        kv_head=kv_head,
+        out_row=out_row,
+        head=head,
+        kv_head=head // C.group_size,
         first=first,
         begin_q=begin_q,
         begin_k=begin_k,
@@ -158,13 +225,23 @@ def find_keys(work, batch, C: gl.constexpr):
         end=end,
         row_block=row_block,
         num_row_blocks=work.num_row_blocks,
+        depth_end=depth_end,
     )
 
 
 @gluon.constexpr_function
 def needs_masks(C: BackwardConstants) -> bool:
     """Whether some block of queries may need a mask."""
-    return C.variant.causal or C.variant.packed or not C.variant.even_k
+    return C.variant.causal or C.variant.packed or C.variant.window or not C.variant.even_k
+
+
+@gluon.jit
+def is_reached(work, task, m, C: gl.constexpr):
+    """Whether some query of block m of a sequence may see a key of the task."""
+    if skips_blocks(C):
+        return gl.load(work.block_depths + m) < task.depth_end
+    else:
+        return True
 
 
 @gluon.jit
@@ -178,3 +255,70 @@ def masked_query_block(task, number):
     """Number of such a block in the sequence."""
     m = task.begin + number
     return gl.where(m < task.full_begin, m, m - task.full_begin + task.full_end)
+
+
+@gluon.jit
+def own_keys(n, task, batch, scales, C: gl.constexpr):
+    """`OwnKeys` of the keys n of a sequence."""
+    position = n - (task.len_k - task.len_q)  # of a query that has the key's place
+    seen_from = position if C.variant.causal else n * 0
+    seen_to, depths, depth_end = seen_from, seen_from, seen_from  # Triton 3.6 takes no None here
+    if C.variant.tree:
+        seen_to = gl.load(batch.subtree_end + n, mask=n < task.len_k, other=0)
+        if C.variant.window:
+            depths = batch.depths
+            depth_end = gl.load(depths + n, mask=n < task.len_k, other=0) + batch.window
+    elif C.variant.window:
+        seen_to = position + batch.window
+        if not C.variant.causal:
+            seen_from = position + 1 - batch.window
+    if not C.variant.even_k:
+        seen_from = gl.where(n < task.len_k, seen_from, _NEVER)
+    count = C.members * (task.end - task.begin)
+    return OwnKeys(
+        task=task,
+        seen_from=seen_from,
+        seen_to=seen_to,
+        depths=depths,
+        depth_end=depth_end,
+        scales=scales,
+        count=count,
+    )
+
+
+@gluon.jit
+def _sees(first, keys, C: gl.constexpr):
+    """[64, columns] which key is seen by which query from `first` on."""
+    T: gl.constexpr = C.tile
+    column = gl.arange(0, T.columns, gl.SliceLayout(0, T.scores))
+    seen = column[None, :] >= (keys.seen_from - first)[:, None]
+    if C.variant.tree or C.variant.window:
+        seen = seen & (column[None, :] < (keys.seen_to - first)[:, None])
+    if C.variant.packed:
+        seen = seen & (column < keys.task.len_q - first)[None, :]
+    if skips_blocks(C):
+        depth = gl.load(keys.depths + first + column, mask=column < keys.task.len_q - first, other=0)
+        seen = seen & (depth[None, :] < keys.depth_end[:, None])
+    return seen
+
+
+@gluon.jit
+def weights(scores, shift, first, keys, MASK: gl.constexpr, C: gl.constexpr):
+    """pᵀ of the queries from `first` on, and what their dsᵀ is a multiple of: pᵀ times the slope of the soft cap."""
+    scales = keys.scales
+    if C.variant.soft_cap:
+        tanh = 2.0 / (1.0 + gl.exp2(scores * (-2.0 * scales.log2 / scales.soft_cap))) - 1.0
+        p = gl.exp2(gl.fma(tanh, gl.to_tensor(scales.soft_cap * _LOG2_E), -shift[None, :]))
+    else:
+        p = gl.exp2(gl.fma(scores, gl.to_tensor(scales.log2), -shift[None, :]))
+    seen = True
+    if MASK:
+        seen = _sees(first, keys, C)
+        p = gl.where(seen, p, 0.0)
+    if C.variant.soft_cap:
+        sloped = p * (1.0 - tanh * tanh)
+        if MASK:
+            sloped = gl.where(seen, sloped, 0.0)  # scores of other packed sequences may be NaN
+        return p, sloped
+    else:
+        return p, p

@@ -1,0 +1,215 @@
+"""What all warps of the backward pass on Hopper share: memory, barriers, the producer warp that loads by TMA, and the
+order of the blocks of queries."""
+
+from typing import Any, Final, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from trunkattn.gpu.hopper.common import BOX_DIMS, SWIZZLED, WARPGROUP_ROWS, reinterpret
+from trunkattn.gpu.hopper.pipeline import producer_acquire, tma_load
+from trunkattn.training.hopper.key_blocks import (
+    BAR_DOUT_EMPTY,
+    BAR_Q_EMPTY,
+    find_keys,
+    is_reached,
+    masked_query_block,
+    needs_masks,
+    num_masked_blocks,
+)
+
+_NUM_CONSUMERS = gl.constexpr(256)
+_BAR_CONSUMERS = gl.constexpr(12)
+DQ_BOX: Final = (64, 32)  # rows and numbers of float32 of a TMA box
+FLOAT_BOX = gl.constexpr(DQ_BOX[1])
+
+
+class KeyMemory(NamedTuple):
+    """Shared memory of a CTA, as TMA writes it and as products read it. Tiles of k, q, v and dout have rows of a whole
+    head; panels have 64 numbers of each row."""
+
+    k_boxes: Any
+    v_boxes: Any
+    q_boxes: Any
+    dout_boxes: Any
+    dq_boxes: Any
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    k_panels: Any
+    v_panels: Any
+    dq: Any
+    rows: Any
+    row_boxes: Any
+    kv_full: Any
+    q_full: Any
+    dout_full: Any
+
+
+class Full(NamedTuple):
+    """The full barriers of a pipeline, as `consumer_wait` takes them."""
+
+    full: Any
+
+
+class _Loads(NamedTuple):
+    """What the producer loads from, and where to."""
+
+    q_desc: Any
+    dout_desc: Any
+    rows_desc: Any
+    memory: Any
+
+
+@gluon.jit
+def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work, given, C: gl.constexpr):
+    """The state after all blocks of queries of all heads of a task: `step(WARPGROUP, state, m, member, index, task,
+    given, MASK, C)` of each block m, the index-th one. Those that need no mask come first."""
+    index = 0
+    for member in range(C.members):
+        for m in range(task.full_begin, task.full_end):
+            state = step(WARPGROUP, state, m, member, index, task, given, False, C)
+            index += 1
+    if needs_masks(C):
+        for member in range(C.members):
+            for number in range(num_masked_blocks(task)):
+                m = masked_query_block(task, number)
+                if is_reached(work, task, m, C):
+                    state = step(WARPGROUP, state, m, member, index, task, given, True, C)
+                    index += 1
+    return state
+
+
+@gluon.jit
+def _load_tile(desc, boxes, at, token, head, batch, full, PANELS: gl.constexpr):
+    """Starts the TMA loads of the panels of a tile, whose first box is box `at`."""
+    for part in gl.static_range(PANELS):
+        tma_load(desc, [batch, token, head, part * BOX_DIMS], full, boxes.index(at + part))
+
+
+@gluon.jit
+def _produce_block(WARPGROUP: gl.constexpr, state, m, member, index, task, loads, MASK: gl.constexpr, C: gl.constexpr):
+    """Starts the loads of a block of queries: with one barrier what sᵀ and p need, with another dout."""
+    T: gl.constexpr = C.tile
+    DOUT: gl.constexpr = T.dout
+    BLOCK_M: gl.constexpr = T.block_m
+    memory = loads.memory
+    stage = index % T.num_stages
+    head = task.head + member
+    token = task.begin_q + m * BLOCK_M
+    producer_acquire(index, BAR_Q_EMPTY, T)
+    q_full = memory.q_full.index(stage)
+    mbarrier.expect(q_full, BLOCK_M * T.key_panels * BOX_DIMS * 2 + 2 * BLOCK_M * 4)
+    row = (task.row_block + member * task.num_row_blocks + m) * 2
+    _load_tile(loads.q_desc, memory.q_boxes, stage * (T.dim // BOX_DIMS), token, head, task.row, q_full, T.key_panels)
+    tma_load(loads.rows_desc, [row, 0], q_full, memory.row_boxes.index(stage))
+    producer_acquire(index, BAR_DOUT_EMPTY, DOUT)
+    stage = index % T.dout.num_stages
+    full = memory.dout_full.index(stage)
+    mbarrier.expect(full, BLOCK_M * T.value_panels * BOX_DIMS * 2)
+    at = stage * (T.dim_v // BOX_DIMS)
+    _load_tile(loads.dout_desc, memory.dout_boxes, at, token, head, task.row, full, T.value_panels)
+    return state
+
+
+@gluon.jit
+def produce(work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C: gl.constexpr):
+    """The producer warp."""
+    T: gl.constexpr = C.tile
+    task = find_keys(work, batch, C)
+    if task.end > task.begin:
+        full = memory.kv_full.index(0)
+        mbarrier.expect(full, T.block_n * (T.key_panels + T.value_panels) * BOX_DIMS * 2)
+        for part in gl.static_range(T.block_n // WARPGROUP_ROWS):
+            token = task.begin_k + task.first + part * WARPGROUP_ROWS
+            at_k, at_v = part * (T.dim // BOX_DIMS), part * (T.dim_v // BOX_DIMS)
+            _load_tile(k_desc, memory.k_boxes, at_k, token, task.kv_head, task.row, full, T.key_panels)
+            _load_tile(v_desc, memory.v_boxes, at_v, token, task.kv_head, task.row, full, T.value_panels)
+        walk_queries(_produce_block, 0, gl.to_tensor(0), task, work, _Loads(q_desc, dout_desc, rows_desc, memory), C)
+
+
+@gluon.jit
+def consumers_meet():
+    """All consumer warps meet."""
+    operands = [gl.to_tensor(_BAR_CONSUMERS), gl.to_tensor(_NUM_CONSUMERS)]
+    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+
+
+@gluon.jit
+def zero_rows(tile, count, LAYOUT: gl.constexpr):
+    """Writes zeros to the rows of a tile from `count` on. What TMA reads behind a packed sequence may be NaN, and so
+    may its product with a 0."""
+    if count < tile.shape[0]:
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
+        tile.store(gl.where((row < count)[:, None], tile.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def write_rows(tile, values, out, token, rows, head, num_heads, first, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Writes the first `rows` rows of a tile's values, which are those of a head from number `first` on, to memory:
+    float32 as they lie, in layout `LAYOUT`, others by way of the tile's shared memory, which has this layout then."""
+    if out.dtype.element_ty != gl.float32:
+        tile.store(values.to(tile.dtype))
+        values = tile.load(LAYOUT)
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    d = first + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = ((token + row).to(gl.int64) * num_heads + head) * DIM
+    gl.store(out + at[:, None] + d[None, :], values, mask=(row < rows)[:, None] & (d < DIM)[None, :])
+
+
+@gluon.jit
+def _boxes(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, ROWS, 1, BOX_DIMS], desc.layout)
+
+
+@gluon.jit
+def allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T: gl.constexpr):
+    """Shared memory with all barriers ready."""
+    STAGES: gl.constexpr = T.num_stages
+    DOUT_STAGES: gl.constexpr = T.dout.num_stages
+    BLOCK_M: gl.constexpr = T.block_m
+    DIM: gl.constexpr = T.dim
+    DIM_V: gl.constexpr = T.dim_v
+    PARTS: gl.constexpr = T.block_n // WARPGROUP_ROWS
+    K_PANELS: gl.constexpr = DIM // BOX_DIMS
+    V_PANELS: gl.constexpr = DIM_V // BOX_DIMS
+    dtype: gl.constexpr = q_desc.dtype
+    k_boxes = _boxes(k_desc, PARTS * K_PANELS, WARPGROUP_ROWS)
+    v_boxes = _boxes(v_desc, PARTS * V_PANELS, WARPGROUP_ROWS)
+    q_boxes = _boxes(q_desc, STAGES * K_PANELS, BLOCK_M)
+    dout_boxes = _boxes(dout_desc, DOUT_STAGES * V_PANELS, BLOCK_M)
+    dq_boxes = gl.allocate_shared_memory(gl.float32, [4, 64, FLOAT_BOX], dq_desc.layout)
+    row_boxes = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    COLUMNS: gl.constexpr = T.columns
+    ROW_PARTS: gl.constexpr = BLOCK_M // COLUMNS
+    DQ: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(DOUT_STAGES):
+        mbarrier.init(dout_full.index(i), count=1)
+    return KeyMemory(
+        k_boxes=k_boxes,
+        v_boxes=v_boxes,
+        q_boxes=q_boxes,
+        dout_boxes=dout_boxes,
+        dq_boxes=dq_boxes,
+        k=reinterpret(k_boxes, dtype, (PARTS, WARPGROUP_ROWS, DIM), SWIZZLED),
+        v=reinterpret(v_boxes, dtype, (PARTS, WARPGROUP_ROWS, DIM_V), SWIZZLED),
+        q=reinterpret(q_boxes, dtype, (STAGES, BLOCK_M, DIM), SWIZZLED),
+        dout=reinterpret(dout_boxes, dtype, (DOUT_STAGES, BLOCK_M, DIM_V), SWIZZLED),
+        k_panels=reinterpret(k_boxes, dtype, (PARTS * K_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
+        v_panels=reinterpret(v_boxes, dtype, (PARTS * V_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
+        dq=reinterpret(dq_boxes, gl.float32, (2, 64, 64), DQ),
+        rows=reinterpret(row_boxes, gl.float32, (2 * STAGES * ROW_PARTS, COLUMNS), ROWS),
+        row_boxes=row_boxes,
+        kv_full=kv_full,
+        q_full=q_full,
+        dout_full=dout_full,
+    )
