@@ -106,7 +106,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     COPY_V: gl.constexpr = T.copy_v
     DK: gl.constexpr = T.dk
     DV: gl.constexpr = T.dv
-    AHEAD: gl.constexpr = 0 if skips_blocks(C) or T.dim == 128 else 1
+    AHEAD: gl.constexpr = 0 if skips_blocks(C) else 1
     stage, buffer = index % T.num_stages, index % 2
     q_tile, dout_tile = memory.q.index(stage), memory.dout.index(stage)
     if AHEAD:
@@ -200,7 +200,7 @@ def consume_narrow(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, narrow
             zero_rows(memory.v.index(WARPGROUP), task.len_k - own_first, COPY_V)
             fence_async_shared()
         scores = 0
-        if not skips_blocks(C) and T.dim != 128:
+        if not skips_blocks(C):
             scores = warpgroup_mma_wait(0, deps=(_start_scores(WARPGROUP, 0, True, memory, T),))
         state = _State(dk, dv, scores)
         state = walk_queries(_add_queries, WARPGROUP, state, task, work, _Given(keys, narrow, dq_desc), C)

@@ -66,19 +66,20 @@ class _Loads(NamedTuple):
 @gluon.jit
 def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work, given, C: gl.constexpr):
     """The state after all blocks of queries of all heads of a task: `step(WARPGROUP, state, m, member, index, task,
-    given, MASK, C)` of each block m, the index-th one. Those that need no mask come first."""
-    index = 0
-    for member in range(C.members):
-        for m in range(task.full_begin, task.full_end):
-            state = step(WARPGROUP, state, m, member, index, task, given, False, C)
-            index += 1
+    given, MASK, C)` of each block m, the index-th one. Those that need no mask come first. Heads and blocks share one
+    loop, because two nested ones need more registers than there are."""
+    index, count = 0, task.full_end - task.full_begin
+    for number in range(C.members * count):
+        m = task.full_begin + number % count
+        state = step(WARPGROUP, state, m, number // count, index, task, given, False, C)
+        index += 1
     if needs_masks(C):
-        for member in range(C.members):
-            for number in range(num_masked_blocks(task)):
-                m = masked_query_block(task, number)
-                if is_reached(work, task, m, C):
-                    state = step(WARPGROUP, state, m, member, index, task, given, True, C)
-                    index += 1
+        count = num_masked_blocks(task)
+        for number in range(C.members * count):
+            m = masked_query_block(task, number % count)
+            if is_reached(work, task, m, C):
+                state = step(WARPGROUP, state, m, number // count, index, task, given, True, C)
+                index += 1
     return state
 
 
