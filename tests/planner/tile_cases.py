@@ -62,7 +62,8 @@ def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
         subtiles, private = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([4, 8, 16, 32]))
         rows = subtiles * (draw(st.integers(1, 3)) * group_size + draw(st.integers(0, group_size - 1)))
         keys = private * draw(st.sampled_from([1, 2, 4]))
-        shapes.append(GpuTile(rows, keys, 1, 1, 2, (2000, 3000), (1500, 2500), subtiles, private))
+        shape = GpuTile(rows, keys, 1, 1, 2, (2000, 3000), (1500, 2500), subtiles, private)
+        shapes.append(replace(shape, blocks_at_once=draw(st.sampled_from([1, 2])) if subtiles == 1 else 1))
     return tuple(sorted(shapes, key=lambda shape: shape.block_m))
 
 
