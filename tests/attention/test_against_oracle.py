@@ -87,6 +87,7 @@ def check(
 
 
 @pytest.mark.property
+@settings(max_examples=fraction(2))
 @given(
     seed=SEEDS,
     variant=VARIANTS,
@@ -122,7 +123,7 @@ def quantised(draw: st.DrawFn) -> tuple[AttentionConfig, dict[str, Any]]:
 
 
 @pytest.mark.property
-@settings(max_examples=fraction(2))
+@settings(max_examples=fraction(4))
 @given(seed=SEEDS, case=quantised(), window=st.one_of(st.none(), st.integers(1, 300)), layout=st.sampled_from(LAYOUTS))
 def test_a_cache_of_another_dtype_is_read_with_its_scales(
     seed: int, case: tuple[AttentionConfig, dict[str, Any]], window: int | None, layout: str

@@ -108,9 +108,10 @@ def test_pages_of_hybrid_models(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("candidate", range(len(CANDIDATES)), ids=CANDIDATES)
-@pytest.mark.parametrize("num_sms", [1, 16])
-def test_every_tiling_of_a_small_tree(candidate: int, num_sms: int) -> None:
-    """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node."""
+def test_every_tiling_of_a_small_tree(candidate: int) -> None:
+    """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node. Fine cuts
+    are of 16 multiprocessors, the others of 16 and of one in turn."""
+    num_sms = 16 if CANDIDATES[candidate].endswith(" fine") or candidate % 2 else 1
     planned = prepare(make_rule(4, 16, num_sms, num_kv_heads=2), capacity_for(TREE_BATCH), candidate)
     planned.fill(TREE_BATCH)
     planned.assert_equals_host(TREE_BATCH)
@@ -193,7 +194,7 @@ def runs_of(planned: Planned) -> np.ndarray:
     return planned.plan.arrays["segments"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
 
 
-@pytest.mark.parametrize("page", [-1, -(2**31), 9, 2**31 - 1])
+@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])
 def test_a_page_outside_the_cache_is_flagged_and_not_read(page: int) -> None:
     batch = make_batch([[1, 2, 3, 4], [1, 2, 8]])
     planned = prepare(make_rule(4, 1, 1), capacity_for(batch, num_pages=9))

@@ -284,4 +284,4 @@ class CacheTraces(RuleBasedStateMachine):
 
 
 TestCacheTraces = pytest.mark.property(CacheTraces.TestCase)
-TestCacheTraces.settings = settings(stateful_step_count=100)
+TestCacheTraces.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=100)

@@ -52,6 +52,7 @@ def parts_of(name: str) -> int:
     return len(mainloop.key_parts) + len(mainloop.value_parts)
 
 
+@pytest.mark.compile
 def test_it_compiles_with_the_oldest_triton() -> None:
     for name, used in compile_report(COMPILE, "128/128 packed", oldest=True).items():
         assert used["spilled"] <= 64 and not used["serialized"], name
