@@ -24,7 +24,7 @@ AssertGreedy = Callable[[Any, Sequence[RequestOutput], int], None]
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Any) -> LLM:
-    return LLM(smollm2.path, num_pages=200, max_num_batched_tokens=128)
+    return LLM(smollm2.path, num_pages=200, max_num_batched_tokens=128, max_num_seqs=16)
 
 
 def test_a_shared_prefix_in_chunks(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, assert_greedy: AssertGreedy) -> None:

@@ -102,7 +102,7 @@ def _add_queries(
     m = first + tl.arange(0, TILE.block_m)
     q = load_tile(head.q, first, side.q_token, side.length, TILE.block_m, KEYS, not VARIANT.even_q)
     shift = tl.load(head.shift + m, mask=m < side.length, other=float("inf"))
-    scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)
+    scores = tl.dot(block.k, tl.trans(q), input_precision=SHAPE.precision)  # Sᵀ = K·Qᵀ
     logits = logits_of(scores, scales, VARIANT)
     p = tl.exp2(logits - shift[None, :])
     if MASK:
@@ -110,13 +110,14 @@ def _add_queries(
         seen = sees(batch, block.n[:, None], block.length, rows.position[None, :], rows.depth[None, :], VARIANT)
         p = tl.where(seen, p, 0.0)
     dout = load_tile(head.dout, first, side.dout_token, side.length, TILE.block_m, VALUES, not VARIANT.even_q)
-    dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)
+    dv = tl.dot(p.to(dout.dtype), dout, state.dv, input_precision=SHAPE.precision)  # dV += Pᵀ·dO
     delta = tl.load(head.delta + m, mask=m < side.length, other=0.0)
-    dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)
+    dp = tl.dot(block.v, tl.trans(dout), input_precision=SHAPE.precision)  # dPᵀ = V·dOᵀ
     ds = through_cap(p * (dp - delta[None, :]), logits, scales, VARIANT).to(q.dtype)
-    dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)
+    dk = tl.dot(ds, q, state.dk, input_precision=SHAPE.precision)  # dK += dSᵀ·Q
     if VARIANT.one_pass:
         rows_q, d = tl.arange(0, TILE.block_m)[:, None], tl.arange(0, SHAPE.keys.padded)[None, :]
+        # dQ = dS·K
         dq = tl.dot(tl.trans(ds), block.k, input_precision=SHAPE.precision) * scales.sm_scale
         pointers = head.dq + tl.cast(first, tl.int64) * side.dq_token + rows_q * side.dq_token + d
         tl.atomic_add(pointers, dq, mask=(m < side.length)[:, None] & (d < SHAPE.keys.dim), sem="relaxed")

@@ -71,16 +71,16 @@ def _add_keys(
     VALUES: tl.constexpr = SHAPE.head_values
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
     k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, KEYS, MASK_ROWS)
-    scores = tl.dot(block.q, tl.trans(k_tile), input_precision=SHAPE.precision)
+    scores = tl.dot(block.q, tl.trans(k_tile), input_precision=SHAPE.precision)  # S = Q·Kᵀ
     logits = logits_of(scores, scales, VARIANT)
     p = tl.exp2(logits - block.shift[:, None])
     if MASK:
         n = first + tl.arange(0, TILE.block_n)[None, :]
         p = tl.where(sees(batch, n, keys.length, rows.position[:, None], rows.depth[:, None], VARIANT), p, 0.0)
     v_tile = load_tile(keys.v, first, keys.v_token, keys.length, TILE.block_n, VALUES, MASK_ROWS)
-    dp = tl.dot(block.dout, tl.trans(v_tile), input_precision=SHAPE.precision)
+    dp = tl.dot(block.dout, tl.trans(v_tile), input_precision=SHAPE.precision)  # dP = dO·Vᵀ
     ds = through_cap(p * (dp - block.delta[:, None]), logits, scales, VARIANT)
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=SHAPE.precision)
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=SHAPE.precision)  # dQ += dS·K
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def _attend(
     PRECISION: tl.constexpr = SHAPE.precision
     MASK_ROWS: tl.constexpr = MASK and not VARIANT.even_k
     k_tile = load_tile(keys.k, first, keys.k_token, keys.length, TILE.block_n, KEYS, MASK_ROWS)
-    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # S = Q·Kᵀ
     scale = scales.log2
     if VARIANT.soft_cap:
         scores = soft_capped(scores * scales.sm_scale, scales.soft_cap)

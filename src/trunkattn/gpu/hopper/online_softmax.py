@@ -297,7 +297,7 @@ def finish_attention(state, kv, index, T: gl.constexpr):
     """Adds the values of an item's last block, the one before block `index`. Returns the parts of outputs, and lse."""
     consumer_wait(kv.v, index - 1, T)
     NUM_PARTS: gl.constexpr = len(T.value_parts)
-    acc = _add_values(state.acc, state.p, kv, index - 1, T)
+    acc = _add_values(state.acc, state.p, kv, index - 1, T)  # O += P·V
     acc += (state.p,)
     acc = warpgroup_mma_wait(0, deps=acc)[:NUM_PARTS]
     consumer_release(index - 1, T.v_empty, T)

@@ -82,6 +82,7 @@ def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr
     consumer_wait(Full(memory.q_full), index, T, there)
     q_tile = memory.q.index(index % T.num_stages)
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    # Sᵀ = K·Qᵀ
     return warpgroup_mma(memory.k.index(WARPGROUP), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -91,6 +92,7 @@ def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
     BLOCK_M: gl.constexpr = T.block_m
     SCORES: gl.constexpr = T.scores
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    # dPᵀ = V·dOᵀ
     return warpgroup_mma(memory.v.index(WARPGROUP), dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -131,12 +133,12 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     if not AHEAD:
         dp = _start_dp(WARPGROUP, dout_tile, memory, T)
     p_half = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, DV, 2))
-    dv = warpgroup_mma(p_half, dout_tile, state.dv, is_async=True)
+    dv = warpgroup_mma(p_half, dout_tile, state.dv, is_async=True)  # dV += Pᵀ·dO
     dp = warpgroup_mma_wait(1, deps=(dp,))
     delta = memory.rows.index(2 * stage + 1).load(gl.SliceLayout(0, SCORES))
     ds = (sloped * (dp - delta[None, :])).to(q_tile.dtype)
     ds_half = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
-    dk = warpgroup_mma(ds_half, q_tile, state.dk, is_async=True)
+    dk = warpgroup_mma(ds_half, q_tile, state.dk, is_async=True)  # dK += dSᵀ·Q
     dv, p_half = warpgroup_mma_wait(1, deps=(dv, p_half))
     consumer_release(index, BAR_DOUT_EMPTY, DOUT)
     given.memory.ds.index(2 * buffer + WARPGROUP).store(ds)
@@ -150,6 +152,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     dq = gl.zeros([64, 64], gl.float32, DQ)
     ds_0 = given.memory.ds_panels.index(2 * buffer * QUERY_PANELS + PANEL_Q).permute((1, 0))
     ds_1 = given.memory.ds_panels.index((2 * buffer + 1) * QUERY_PANELS + PANEL_Q).permute((1, 0))
+    # dQ = dS·K, of the keys of both warpgroups
     dq = warpgroup_mma(ds_0, memory.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
     dq = warpgroup_mma(ds_1, memory.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
     next_scores = state.scores
