@@ -177,7 +177,7 @@ def _of_keys(table, at, length, IS_READ: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _mask_args(at, before, sight, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
-    """Of the block whose first key is `at`, `before` columns behind column 0."""
+    """Mask of the block whose first key is `at`, `before` columns behind column 0."""
     IN_TREE: gl.constexpr = C.variant.tree and SEEN != ALL_SEEN
     ends = _of_keys(tables.subtree_end, at, length, IN_TREE, C)
     depths = _of_keys(tables.depths, at, length, IN_TREE and C.variant.window, C)
@@ -431,7 +431,7 @@ def forward(
 
 
 def _tables(sequences: Sequences, tokens: int, device: torch.device) -> Tables:
-    """tokens: queries and keys together."""
+    """Tables of a launch. tokens: queries and keys together."""
     window, tree = sequences.window_within(tokens) or None, sequences.tree
     return Tables(
         cu_seqlens_q=sequences.cu_seqlens_q,
