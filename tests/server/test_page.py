@@ -41,6 +41,7 @@ def page(browser: Browser) -> Iterator[Page]:
 @pytest.fixture
 def looked_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set each step takes 50 ms: an answer then goes on for as long as a test looks at it."""
+    server.post("/v1/completions", {"prompt": [TRUNK + end for end in "ab"], "max_tokens": 2})  # what it compiles, now
     seen, step = threading.Event(), server.llm.engine.step
 
     def slow_step() -> Any:
@@ -97,6 +98,7 @@ def test_the_forest_on_a_phone(server: Server, page: Page, looked_at: threading.
     trunk = page.locator(".node.trunk").first
     expect(trunk).to_contain_text("shared by 4")
     assert is_within(page, ".node") and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert is_within(page, "#requests td")
     looked_at.set()
     asking.join()
 
