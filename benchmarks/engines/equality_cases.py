@@ -61,7 +61,7 @@ VLLM_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         "tensor-parallel": in_vllm(LLAMA, {"tensor_parallel_size": 2}, cards=2),
         "one-kv-head": in_vllm(ONE_KV_HEAD),
         "context-parallel": in_vllm(ONE_KV_HEAD, TWO_SHARE, cards=2),
-        "invariant": in_vllm(LLAMA, environment={"VLLM_BATCH_INVARIANT": "1"}, per_query=True),
+        "invariant": in_vllm(LLAMA, environment={"VLLM_BATCH_INVARIANT": "1"}, alone=True),
     }
 )
 VLLM_PLAIN: Final = MappingProxyType({"llama": "bf16", "llama-one-kv-head": "one-kv-head", "gpt_oss": "gpt-oss"})

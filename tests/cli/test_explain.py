@@ -78,17 +78,17 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"seq_lens": None}, "seq_lens is not a list of integers"),
+        ({"seq_lens": None}, '"seq_lens" is not a list of integers'),
         ({"seq_lens": [40, 41]}, "seq_lens"),
-        ({"seq_lens": [40, 41, 33]}, "row 2 of block_table has 2 pages of 16 tokens"),
-        ({"seq_lens": [40, 41, 1.5]}, "seq_lens is not a list of integers"),
-        ({"block_table": [[0, 1, 2], [0, 1, "x"], [0, 4]]}, "block_table is not a list of integers"),
-        ({"block_table": [[0, 1, 2], [0, 1, -3], [0, 4]]}, "block_table is not a list of integers from 0"),
-        ({"block_table": [[0, [1], 2], [0, 1, 3], [0, 4]]}, "block_table is not a list of integers"),
-        ({"block_table": 3}, "block_table is not a list of rows"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"page_size": "16"}, "page_size is not"),
-        ({"block_table": [], "seq_lens": []}, "block_table is not a list of rows"),
+        ({"seq_lens": [40, 41, 33]}, 'row 2 of "block_table" has 2 pages of 16 tokens'),
+        ({"seq_lens": [40, 41, 1.5]}, '"seq_lens" is not a list of integers'),
+        ({"block_table": [[0, 1, 2], [0, 1, "x"], [0, 4]]}, '"block_table" is not a list of integers'),
+        ({"block_table": [[0, 1, 2], [0, 1, -3], [0, 4]]}, '"block_table" is not a list of integers from 0'),
+        ({"block_table": [[0, [1], 2], [0, 1, 3], [0, 4]]}, '"block_table" is not a list of integers'),
+        ({"block_table": 3}, '"block_table" is not a list of rows'),
+        ({"page_size": 0}, '"page_size" is 0'),
+        ({"page_size": "16"}, '"page_size" is not'),
+        ({"block_table": [], "seq_lens": []}, '"block_table" is not a list of rows'),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -101,7 +101,7 @@ def test_a_bad_file_is_named(tmp_path: Path, changed: dict[str, Any], message: s
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "batch.json"
     path.write_text(json.dumps({field: value for field, value in GOOD.items() if field != name}))
-    assert f"thereisno{name}" in run(str(path), code=2).replace(" ", "")
+    assert f'thereisno"{name}"' in run(str(path), code=2).replace(" ", "")
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00\xff"])

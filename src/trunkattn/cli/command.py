@@ -87,9 +87,9 @@ def reported_by_option(options: type[Any]) -> Iterator[None]:
 
 
 def _by_option(message: str, names: Mapping[str, str]) -> str:
-    """A message of the library in which fields have their names on the command line. A name of one word may be a word
-    of the message, and stays."""
-    return re.sub(r"(?<![\w-])[a-z]+(?:_[a-z]+)+\b", lambda found: names.get(found[0], found[0]), message)
+    """A message of the library in which fields have their names on the command line. What stays: a name of one word,
+    which may be a word of the message, and what is in double quotes, such as a field of a file."""
+    return re.sub(r'(?<![\w"-])[a-z]+(?:_[a-z]+)+\b', lambda found: names.get(found[0], found[0]), message)
 
 
 def _option_name(field: Field[Any]) -> str:

@@ -20,6 +20,7 @@ from trunkattn.cli.command import reported_by_option
 
 TREE: Final = re.compile(r"[\d, ]+_[\d, ]+")
 FIELDS: Final = ("block_table", "seq_lens", "page_size")
+EXPECTED: Final = ", ".join(map(json.dumps, FIELDS))  # in quotes, because an option has the name of one
 DEFAULT_PAGE_SIZE: Final = 16
 Tables = tuple[NDArray[Any], NDArray[Any], int]
 
@@ -65,10 +66,12 @@ def read_batch(batch: str, page_size: int | None) -> Tables:
     fields = _fields(path)
     missing = [name for name in FIELDS if name not in fields and (name != "page_size" or page_size is None)]
     if missing:
-        raise ValueError(f"batch={batch!r}: there is no {' and no '.join(missing)}; expected {', '.join(FIELDS)}")
+        raise ValueError(
+            f"batch={batch!r}: there is no {' and no '.join(map(json.dumps, missing))}; expected {EXPECTED}"
+        )
     listed = fields["block_table"]
     if not isinstance(listed, list | np.ndarray) or not np.iterable(listed) or len(listed) == 0:
-        raise ValueError(f"batch={batch!r}: block_table is not a list of rows")
+        raise ValueError(f'batch={batch!r}: "block_table" is not a list of rows')
     rows = [_integers(batch, "block_table", row) for row in listed]
     table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
     for row, pages in enumerate(rows):
@@ -78,11 +81,11 @@ def read_batch(batch: str, page_size: int | None) -> Tables:
     if page_size is not None and size != page_size:
         raise ValueError(f"page_size={page_size}: expected {size}, which the file says")
     if size < 1:
-        raise ValueError(f"batch={batch!r}: page_size is {size}, expected an integer of at least 1")
+        raise ValueError(f'batch={batch!r}: "page_size" is {size}, expected an integer of at least 1')
     short = [row for row, pages in enumerate(rows) if row < len(lengths) and len(pages) * size < lengths[row]]
     if short:
         raise ValueError(
-            f"batch={batch!r}: row {short[0]} of block_table has {len(rows[short[0]])} pages of {size} tokens; "
+            f'batch={batch!r}: row {short[0]} of "block_table" has {len(rows[short[0]])} pages of {size} tokens; '
             f"expected enough for its length, {lengths[short[0]]}"
         )
     return table.astype(np.int32), lengths.astype(np.int32), size
@@ -101,7 +104,7 @@ def _fields(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"batch={str(path)!r}: it cannot be read ({error}); {expected}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"batch={str(path)!r}: it holds no JSON object; expected {', '.join(FIELDS)}")
+        raise ValueError(f"batch={str(path)!r}: it holds no JSON object; expected {EXPECTED}")
     return fields
 
 
@@ -114,5 +117,5 @@ def _integers(batch: str, name: str, values: Any) -> NDArray[np.int64]:
     limit = np.iinfo(np.int32).max
     is_right = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
     if not is_right or not all(0 <= value <= limit for value in (array.min(initial=0), array.max(initial=0))):
-        raise ValueError(f"batch={batch!r}: {name} is not a list of integers from 0 to {limit}")
+        raise ValueError(f'batch={batch!r}: "{name}" is not a list of integers from 0 to {limit}')
     return array.astype(np.int64)
