@@ -29,6 +29,7 @@ from trunkattn.gpu.portable.merge import merge_kernel, merge_shape
 from trunkattn.gpu.portable.prefill import prefill_kernel, tile_shape
 from trunkattn.gpu.portable.spec import merge_tile
 from trunkattn.gpu.tiles import GpuTile, PrefillTile
+from trunkattn.planner.work_list import UNLIMITED
 
 _TYPES = MappingProxyType({
     "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "logit_scale": "*fp32",
@@ -71,7 +72,7 @@ class Target:
         """Constants of the attention."""
         geometry = Geometry(
             num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, segment_size=_PAGE_SIZE, window=0, masked=False,
+            head_dim_v=self.head_dim, page_size=_PAGE_SIZE, segment_size=_PAGE_SIZE, window=UNLIMITED, masked=False,
             soft_cap=None, sinks=False,
         )  # fmt: skip
         return arguments.shape(geometry)
@@ -255,7 +256,7 @@ def compile_hopper_forward(
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
         tables=forward.Tables(
             *("*i32" if given else None for given in present),
-            window="i32" if window else None,
+            window="i32",
             sinks="*fp32" if sinks else None,
         ),
         num_sequences="i32",

@@ -14,6 +14,7 @@ from trunkattn import PrefixTree
 from trunkattn.gpu.cards import ASSUMED, Card
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
 from trunkattn.gpu.kernel import Work, choose
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import op
 from trunkattn.training.hopper import forward as hopper
 from trunkattn.training.hopper.producer import _BAR_Q_EMPTY
@@ -183,13 +184,13 @@ def test_it_is_launched_for_a_tree(kernel: Recorder) -> None:
     assert constants.variant.tree and constants.variant.causal and not constants.own_out
     assert (constants.mainloop.head_dim, constants.value_shape.head_dim) == (192, 128)
     assert given["q_desc"].block_shape == [1, 64, 1, 64] and given["out_desc"].block_shape == [1, 64, 1, 128]
-    assert given["tables"].window is None and given["tables"].depths is None
+    assert given["tables"].window == UNLIMITED and given["tables"].depths is None
 
 
 def test_it_is_launched_with_a_window_a_cap_and_sinks(kernel: Recorder) -> None:
     q, k, v = tensors()
     sinks = torch.zeros(8)
-    for window, of_sequence in ((7, 7), (2**31 - 1, 700)):
+    for window, of_sequence in ((7, 7), (UNLIMITED, 700)):
         hopper.forward(q, k, v, Sequences(False, 0.1, sliding_window=window, soft_cap=3.0, sinks=sinks))
         _, given = kernel.calls.pop()
         assert given["tables"].window == of_sequence, "sums of a larger one would not fit 32 bits"

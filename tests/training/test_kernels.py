@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn import PrefixTree
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.backward import backward
 from trunkattn.training.forward import forward
 from trunkattn.training.sequences import Sequences
@@ -55,8 +56,8 @@ def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
 
 def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
     """Else places plus or minus the window would not fit 32 bits on a card."""
-    windows = [None, 7, 103, 2**31 - 1]
-    assert [Sequences(False, 1.0, sliding_window=each).window_within(103) for each in windows] == [0, 7, 103, 103]
+    for window, within in ((None, UNLIMITED), (7, 7), (103, 103), (UNLIMITED, 103)):
+        assert Sequences(False, 1.0, sliding_window=window).window_within(103) == within
 
 
 @pytest.mark.parametrize("number", range(len(TREES)))

@@ -28,8 +28,8 @@ class Strides(NamedTuple):
 
 class Batch(NamedTuple):
     """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed; the tables of a tree (see
-    `TreeTables`) are None without one. window: of `sliding_window`, or 0. seqlen_q, seqlen_k: tokens of the tensors.
-    num_blocks: of each head; a CTA computes one."""
+    `TreeTables`) are None without one. window: of `sliding_window`, or `UNLIMITED`. seqlen_q, seqlen_k: tokens of the
+    tensors. num_blocks: of each head; a CTA computes one."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any

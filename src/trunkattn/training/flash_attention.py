@@ -7,6 +7,7 @@ import torch
 
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Kernel, Work, choose
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
 from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
@@ -97,7 +98,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         v,
         None if options.sinks is None else options.sinks.to(sums_dtype(q)),
         *tables_of(options.cu_seqlens_q, options.cu_seqlens_k, tree),
-        [int(options.causal or options.tree is not None), options.sliding_window or 0, int(ordered)],
+        [int(options.causal or options.tree is not None), options.sliding_window or UNLIMITED, int(ordered)],
         sm_scale,
         float(options.logits_soft_cap or 0),
     )

@@ -5,7 +5,7 @@ no list of tensors, because torch.autograd.grad takes batches of gradients (`is_
 one only, and PyTorch takes longer to call one that has:
 
     table_0 to table_3: `tables_of`.
-    switches: causal, sliding_window (0 for none) and deterministic, which is for the backward pass.
+    switches: causal, sliding_window (`UNLIMITED` for none) and deterministic, which is for the backward pass.
     soft_cap: 0 for none.
 """
 
@@ -20,6 +20,7 @@ from torch.library import custom_op
 
 from trunkattn.gpu.cards import Card, card_at
 from trunkattn.gpu.kernel import Work, choose, portable_kernel
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
 from trunkattn.training.sequences import Sequences, TreeTables
@@ -48,7 +49,7 @@ def _sequences(
         cu_seqlens_q=sums[0],
         cu_seqlens_k=sums[1],
         tree=TreeTables(*given) if len(given) == len(TreeTables._fields) else None,
-        sliding_window=window or None,
+        sliding_window=None if window == UNLIMITED else window,
         soft_cap=soft_cap or None,
         sinks=None if sinks is None else sinks.contiguous(),
     )

@@ -5,6 +5,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from trunkattn.planner.work_list import UNLIMITED
+
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
 
 
@@ -72,8 +74,8 @@ class Sequences:
 
     def window_within(self, tokens: int) -> int:
         """The window in a sequence of so many queries and keys together, where a larger one than that hides nothing
-        and would not fit the kernels' sums of 32 bits; 0 for none."""
-        return min(self.sliding_window or 0, tokens)
+        and would not fit the kernels' sums of 32 bits; `UNLIMITED` for none."""
+        return UNLIMITED if self.sliding_window is None else min(self.sliding_window, tokens)
 
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
         """The blocks of each sequence of a batch, or of all packed ones, for one head."""

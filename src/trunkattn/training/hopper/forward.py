@@ -432,15 +432,15 @@ def forward(
 
 def _tables(sequences: Sequences, tokens: int, device: torch.device) -> Tables:
     """Tables of a launch. tokens: queries and keys together."""
-    window, tree = sequences.window_within(tokens) or None, sequences.tree
+    tree, windowed = sequences.tree, sequences.sliding_window is not None
     return Tables(
         cu_seqlens_q=sequences.cu_seqlens_q,
         cu_seqlens_k=sequences.cu_seqlens_k,
         subtree_end=tree and tree.subtree_end,
-        depths=tree and window and tree.depths,
+        depths=tree.depths if tree and windowed else None,
         segment_of=tree and tree.segment_of,
         segments=tree and tree.segments,
         next_tile=torch.zeros(1, dtype=torch.int32, device=device),
-        window=window,
+        window=sequences.window_within(tokens),
         sinks=sequences.sinks,
     )

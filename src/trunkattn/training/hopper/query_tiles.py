@@ -26,7 +26,7 @@ from trunkattn.training.common import (
 class Tables(NamedTuple):
     """Arrays on the device. cu_seqlens_q, cu_seqlens_k: None unless sequences are packed; subtree_end to segments, of
     `TreeTables`: None without a tree, and depths without a window. next_tile [1]: 0 at launch. window: keys to each
-    side, a number, or None. sinks [num_qo_heads]: or None."""
+    side, or `UNLIMITED`. sinks [num_qo_heads]: or None."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
