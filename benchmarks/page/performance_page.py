@@ -38,6 +38,7 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- written by benchmarks/page/performance_page.py -->", "<!-- end -->"
 WRITTEN = "<!-- Written by benchmarks/page/performance_page.py: do not edit. -->"
 SHOWN = 1.05  # the front page shows losses from this ratio on, the worst of each kind
+UNFOLDED = 6  # losses that it shows at once, each of another topic
 
 METHOD = """\
 Every figure comes from a file in `benchmarks/results/`. "Source" under a table names the files with their date, device,
@@ -118,31 +119,44 @@ def topic_page(topic: Topic) -> str:
     made = topic.made()
     losses = [loss for section in made for loss in section.losses]
     body = "\n".join(section.text for section in made)
+    about = f"{topic.about[0].upper()}{topic.about[1:]}."
+    others = "[Performance](../performance.md) has the method and the other topics."
     lost = f"\n## Where it loses\n\n{folded(f'{len(losses)} cases', loss_table(losses))}\n" if losses else ""
     return f"""# {topic.title}
 
 {WRITTEN}
 
-[Performance](../performance.md) says how all of this is measured, and has the other topics.
+{fill(f"{about} {others}", 120, break_on_hyphens=False, break_long_words=False)}
 
 {body}{lost}"""
 
 
-def worst_losses(found: Sequence[tuple[Topic, list[Section]]]) -> list[list[object]]:
-    """The worst loss of each section against each other, from SHOWN on, the largest first, with a link to its topic."""
-    worst: dict[tuple[str, int, str], tuple[Loss, Topic]] = {}
+def worst_losses(found: Sequence[tuple[Topic, list[Section]]]) -> list[tuple[Topic, Loss]]:
+    """The worst loss of each section against each other, from SHOWN on, the largest first, with its topic."""
+    worst: dict[tuple[str, int, str], tuple[Topic, Loss]] = {}
     for topic, sections in found:
         for number, section in enumerate(sections):
             for loss in section.losses:
                 kind = (topic.name, number, loss.than)
-                if kind not in worst or worst[kind][0].ratio < loss.ratio:
-                    worst[kind] = (loss, topic)
-    rows = sorted(worst.values(), key=lambda pair: -pair[0].ratio)
-    return [
-        [loss.where, loss.than, f"[{topic.title}](performance/{topic.name}.md)", loss.by]
-        for loss, topic in rows
-        if loss.ratio >= SHOWN
-    ]
+                if kind not in worst or worst[kind][1].ratio < loss.ratio:
+                    worst[kind] = (topic, loss)
+    pairs = sorted(worst.values(), key=lambda pair: -pair[1].ratio)
+    return [pair for pair in pairs if pair[1].ratio >= SHOWN]
+
+
+def loss_tables(worst: Sequence[tuple[Topic, Loss]]) -> str:
+    """The worst losses of the topics that have the largest, and all others folded; each with a link to its topic."""
+    of_topic: dict[str, tuple[Topic, Loss]] = {}
+    for topic, loss in worst:
+        of_topic.setdefault(topic.name, (topic, loss))
+    first = list(of_topic.values())[:UNFOLDED]
+    rest = [pair for pair in worst if pair not in first]
+    head = ["case", "what is faster", "our time over its"]
+    shown, more = (
+        table(head, ([f"[{loss.where}](performance/{topic.name}.md)", loss.than, loss.by] for topic, loss in pairs), 2)
+        for pairs in (first, rest)
+    )
+    return f"{shown}\n\n{folded(f'{len(rest)} more', more)}" if rest else shown
 
 
 def use_rows() -> list[list[object]]:
@@ -161,7 +175,7 @@ def use_rows() -> list[list[object]]:
 def page() -> str:
     """The front page."""
     found = [(topic, topic.made()) for topic in topics()]
-    links = [[f"[{topic.title}](performance/{topic.name}.md)", topic.about] for topic, _ in found]
+    links = [f"[{topic.title}](performance/{topic.name}.md)" for topic, _ in found]
     head = ["workload"] + [f"{card}: {what}" for card in ("H100", "H200") for what in ("FA3", "ours", "speed-up")]
     versions = versions_of("vllm", {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"})
     pictures = "\n\n".join(f"![{draw().title}](pictures/{name}.svg)" for name, draw in CHARTS.items())
@@ -189,17 +203,15 @@ Milliseconds in vLLM {versions}, Llama-3-8B's shape, bf16. FA3 is FlashAttention
 
 ## Where it loses
 
-The worst case of each kind. A time of {SHOWN:.2f}× or more is shown here; each topic lists all of its losses.
+The worst case of each topic, the largest first. Folded is the worst of each kind from {SHOWN:.2f}× on; topics list all.
 
-{table(["case", "what is faster", "topic", "our time over its time"], worst_losses(found), 3)}
+{loss_tables(worst_losses(found))}
 
 ## Every figure
 
-{table(["topic", "what it has"], links, 2)}
+{fill(" · ".join(links), 120, break_on_hyphens=False, break_long_words=False)}
 
-## How it is measured
-
-{METHOD}
+{folded("How it is measured", METHOD)}
 """
 
 

@@ -73,7 +73,8 @@ def test_a_changed_result_changes_both_pages(monkeypatch: pytest.MonkeyPatch) ->
         if path.stem != "vllm-tpot-h100":
             return read(path)
         result = json.loads(read(path))
-        result["rows"][0]["CUSTOM"]["tpot_ms"] = 3.21
+        (row,) = (row for row in result["rows"] if row["workload"] == "256 x (1024 + 128)")
+        row["CUSTOM"]["tpot_ms"] = 3.21
         return json.dumps(result)
 
     monkeypatch.setattr(common, "read", changed)
@@ -99,10 +100,21 @@ def test_the_front_page_has_the_worst_losses_of_each_kind_first(monkeypatch: pyt
     second = performance_page.Topic("second", "Second", "", ())
     more = [common.Loss("d", "x", 2.5, "from 0.90×")]
     found = [(first, [common.Section("", losses)]), (second, [common.Section("", more)])]
-    assert performance_page.worst_losses(found) == [
-        ["d", "x", "[Second](performance/second.md)", "2.50× (from 0.90×)"],
-        ["b", "x", "[First](performance/first.md)", "1.90×"],
+    assert performance_page.worst_losses(found) == [(second, more[0]), (first, losses[1])]
+
+
+def test_the_front_page_shows_the_worst_loss_of_a_few_topics_and_folds_the_rest() -> None:
+    topics = [performance_page.Topic(str(number), "", "", ()) for number in range(8)]
+    worst = [(topic, common.Loss(f"case {topic.name}", "x", 9.0 - int(topic.name))) for topic in topics]
+    worst.insert(1, (topics[0], common.Loss("another", "y", 8.5, "from 0.90×")))
+    shown, _, folded = performance_page.loss_tables(worst).partition("<details")
+    assert [line for line in shown.splitlines() if "x |" in line] == [
+        f"| [case {number}](performance/{number}.md) | x | {9 - number}.00× |" for number in range(6)
     ]
+    assert "<summary>3 more</summary>" in folded
+    assert re.findall(r"^\| \[([^]]+)\]", folded, re.M) == ["another", "case 6", "case 7"]
+    assert "| [another](performance/0.md) | y | 8.50× (from 0.90×) |" in folded
+    assert "<details" not in performance_page.loss_tables(worst[:1])
 
 
 def test_every_source_is_a_result_with_its_origin() -> None:

@@ -13,7 +13,7 @@ from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
 from trunkattn.cli.models import find_demo_model
 
 DOCS = PICTURES.parent
-SMALLEST = 15  # size of text in a picture of 600, so that it has 12 pixels where the page shows 480
+SMALLEST = 15  # size of text in a picture of 600 or 400, so that it has 12 pixels where the page shows 480 or 320
 METHOD = {name: draw for name, draw in DRAWN.items() if name != "demo-forest.svg"}
 
 
@@ -34,7 +34,8 @@ def test_a_picture_has_text_that_can_be_read_and_both_themes(path: Path) -> None
     text = path.read_text()
     root = ElementTree.fromstring(text)
     sizes = [float(element.attrib["font-size"]) for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert root.attrib["width"] == "600" and sizes and min(sizes) >= SMALLEST
+    assert root.attrib["width"] == ("400" if path.stem in CHARTS else "600")
+    assert sizes and min(sizes) >= SMALLEST
     assert "prefers-color-scheme: dark" in text and root.find("{http://www.w3.org/2000/svg}title") is not None
 
 
@@ -82,6 +83,9 @@ def test_text_that_does_not_fit_is_refused() -> None:
         picture.box(0, 0, 40, 20, "trunk", "a long text")
     with pytest.raises(ValueError, match="expected inside 0 to 600"):
         picture.text(560, 20, "a long text")
+    picture.text(514, 20, "a long text")
+    with pytest.raises(ValueError, match="expected inside 0 to 600"):
+        picture.text(514, 20, "a long text", bold=True)
 
 
 def test_bars_are_as_long_as_their_values() -> None:

@@ -58,41 +58,51 @@ def key(drawing: Drawing, y: float, names: Sequence[tuple[str, str]], dashed: Se
 
 
 def bars(
-    title: str, names: Sequence[tuple[str, str]], groups: Sequence[tuple[str, Sequence[Bar]]], note: str
+    title: str,
+    names: Sequence[tuple[str, str]],
+    groups: Sequence[tuple[str, Sequence[Bar]]],
+    note: str,
+    width: float = WIDTH,
 ) -> Drawing:
     """Horizontal bars from 0 on, in groups, under a title and a key. The text of a group stands above its bars.
 
     names: shade and name for the key, or none. groups: the text of each group, and its bars.
     """
-    drawing = Drawing(WIDTH, 0, title)
+    drawing = Drawing(width, 0, title)
     drawing.heading(_MARGIN, 22, title)
     y = key(drawing, 54, names) if names else 44.0
     most = max(bar.value for _, group in groups for bar in group)
-    room = WIDTH - 2 * _MARGIN - max(width_of(bar.text, NORMAL) for _, group in groups for bar in group) - 8
+    room = width - 2 * _MARGIN - max(width_of(bar.text, NORMAL) for _, group in groups for bar in group) - 8
     for text, group in groups:
         drawing.text(_MARGIN, y + 6, text)
         y += 20
         for bar in group:
-            width = max(room * bar.value / most, 2)
-            drawing.rectangle(_MARGIN, y, width, _BAR - 2, bar.shade)
-            drawing.text(_MARGIN + width + 8, y + _BAR / 2 - 1, bar.text)
+            length = max(room * bar.value / most, 2)
+            drawing.rectangle(_MARGIN, y, length, _BAR - 2, bar.shade)
+            drawing.text(_MARGIN + length + 8, y + _BAR / 2 - 1, bar.text)
             y += _BAR
         y += 12
-    drawing.height = drawing.note(_MARGIN, y + 12, WIDTH - 2 * _MARGIN, note) + 4
+    drawing.height = drawing.note(_MARGIN, y + 12, width - 2 * _MARGIN, note) + 4
     return drawing
 
 
 def curves(
-    title: str, found: Sequence[Curve], axis: Axis, ticks: Sequence[float], note: str, height: float = 300
+    title: str,
+    found: Sequence[Curve],
+    axis: Axis,
+    ticks: Sequence[float],
+    note: str,
+    height: float = 300,
+    width: float = WIDTH,
 ) -> Drawing:
     """Curves over an axis with a logarithmic scale upwards, under a title and a key.
 
     ticks: values that are marked, of which the first is the lower end of the scale.
     """
-    drawing = Drawing(WIDTH, 0, title)
+    drawing = Drawing(width, 0, title)
     drawing.heading(_MARGIN, 22, title)
     top = key(drawing, 54, [(curve.shade, curve.name) for curve in found], [c.name for c in found if c.dashed])
-    left, right = 60.0, WIDTH - 28.0
+    left, right = 60.0, width - 28.0
     bottom = top + height
     first, last = axis.places[0], axis.places[-1]
     most = max(value for curve in found for value in curve.values if value is not None)
@@ -116,5 +126,5 @@ def curves(
         drawing.line(points, curve.shade, width=3, dashed=curve.dashed)
         for place, value in curve.marks:
             drawing.rectangle(x_of(place) - _MARK / 2, y_of(value) - _MARK / 2, _MARK, _MARK, curve.shade)
-    drawing.height = drawing.note(_MARGIN, bottom + 78, WIDTH - 2 * _MARGIN, note) + 4
+    drawing.height = drawing.note(_MARGIN, bottom + 78, width - 2 * _MARGIN, note) + 4
     return drawing

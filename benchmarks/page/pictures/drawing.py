@@ -2,7 +2,8 @@
 
 Text stays text, so that it is sharp at any size and can be searched. The file has the colours of both themes: browsers
 show those of the `color-scheme` of the element that the picture stands in. Pictures are 600 wide and their text is 15
-or larger, so that they can be read on a phone too, where they are 360 pixels wide.
+or larger, so that they can be read on a phone too, where they are 360 pixels wide. Of those that are 400 wide three
+stand beside each other on a page.
 
     drawing = Drawing(600, 100, "A trunk")
     drawing.box(10, 10, 200, 80, "trunk", "pages 7, 3", "read once")
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 WIDTH: Final = 600
+THIRD: Final = 400  # width of a picture with two others beside it
 SMALL, NORMAL, LARGE = 15, 16, 18  # sizes of text
 LINE: Final = 1.3  # lines of text, in sizes
 
@@ -47,11 +49,12 @@ _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 
 # Widths of characters, in sizes of the text, of a wide font: text that fits by them fits in others too.
 _NARROW: Final = frozenset("ijlrtfI.,:;'|!()[]/ ")
 _BROAD: Final = frozenset("mwMW@%—→×")
+_BOLD: Final = 1.12  # times as wide
 
 
-def width_of(text: str, size: float) -> float:
+def width_of(text: str, size: float, bold: bool = False) -> float:
     """Width of a text in a wide sans-serif font, about."""
-    return size * sum(0.36 if c in _NARROW else 0.92 if c in _BROAD else 0.62 for c in text)
+    return (_BOLD if bold else 1) * size * sum(0.36 if c in _NARROW else 0.92 if c in _BROAD else 0.62 for c in text)
 
 
 def wrap(text: str, width: float, size: float) -> list[str]:
@@ -111,7 +114,7 @@ class Drawing:
         Raises:
             ValueError: it is not inside the picture.
         """
-        width = width_of(text, size)
+        width = width_of(text, size, bold)
         left = {"start": x, "middle": x - width / 2, "end": x - width}[anchor]
         if left < -4 or left + width > self.width + 4:
             raise ValueError(f"{text!r} reaches from {left:g} to {left + width:g}: expected inside 0 to {self.width:g}")

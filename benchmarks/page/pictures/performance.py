@@ -10,12 +10,12 @@ from benchmarks.page.common import load
 from benchmarks.page.latent import most_gain, speed_up
 from benchmarks.page.names import use_of
 from benchmarks.page.pictures.chart import Axis, Bar, Curve, bars, curves
-from benchmarks.page.pictures.drawing import Drawing
+from benchmarks.page.pictures.drawing import THIRD, Drawing
 from benchmarks.page.pictures.predictions import predictions
 
+# One batch of each kind; the page's table has all.
 _BATCHES: Final = (
-    "64 x (4 groups x 12000 + 64)", "64 x (8192 + 512)", "64 x (1024 + 8 groups x 3072 + 256)", "256 x (1024 + 128)",
-    "64 x (2048 + 256)", "128 x (8 groups x 512 + 128)", "32 x (2048)", "1 x (2048)",
+    "64 x (4 groups x 12000 + 64)", "256 x (1024 + 128)", "128 x (8 groups x 512 + 128)", "32 x (2048)", "1 x (2048)",
 )  # fmt: skip
 _KERNELS: Final = MappingProxyType(
     {
@@ -39,9 +39,8 @@ def vllm() -> Drawing:
         pair = [Bar("other", stock, texts[0]), Bar("trunk", ours, texts[1])]
         groups.append((use_of(batch), pair))
     names = (("other", "FlashAttention-3"), ("trunk", "TrunkAttention"))
-    return bars(
-        "Time per token in vLLM on an H100, ms", names, groups, "Llama-3-8B's shape, bf16. In brackets: speed-up."
-    )
+    note = "Llama-3-8B's shape, bf16. In brackets: speed-up."
+    return bars("Time per token in vLLM, H100, ms", names, groups, note, width=THIRD)
 
 
 def kernels() -> Drawing:
@@ -53,7 +52,7 @@ def kernels() -> Drawing:
         found = [Bar(shade, means[way], f"{name} {means[way]:.1f}") for way, (shade, name) in _KERNELS.items()]
         groups.append((card, found))
     note = "1 is what memory and arithmetic allow. Mean over 18 trees, 32/8 heads of 128, bf16; lower is better."
-    return bars("Decode kernels: time over the speed of light", (), groups, note)
+    return bars("Decode time over speed of light", (), groups, note, width=THIRD)
 
 
 def shared_prompt() -> Drawing:
@@ -62,9 +61,10 @@ def shared_prompt() -> Drawing:
     tokens = [row["shared_tokens"] for row in rows["CPU"]]
     found = [Curve("theory, from memory traffic", "ink", [row["theory"] for row in rows["CPU"]], dashed=True)]
     found += [Curve(card, shade, [row["auto_speedup"] for row in rows[card]]) for card, shade in _CURVES.items()]
-    axis = Axis([math.log2(each) for each in tokens], [f"{each:,}" for each in tokens], "tokens of the shared prompt")
+    texts = [str(each) if each < 1024 else f"{each // 1024}k" for each in tokens]
+    axis = Axis([math.log2(each) for each in tokens], texts, "tokens of the shared prompt")
     note = "32 requests with 128 tokens of their own. A GPU's L2 cache already saves the other side a part."
-    return curves("Speed-up where a prompt is shared", found, axis, (1, 2, 5, 10, 20), note, height=210)
+    return curves("Speed-up where a prompt is shared", found, axis, (1, 2, 5, 10, 20), note, height=220, width=THIRD)
 
 
 def latent() -> Drawing:
