@@ -1,5 +1,6 @@
 """The command line: its options, how soon a bad one is refused, and what is imported for that."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from trunkattn.attention import AttentionConfig
 from trunkattn.cli.app import app
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.options import ServeOptions, size
+from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model
 
@@ -157,6 +159,15 @@ def test_options_reach_the_engine(tiny_folder: Path) -> None:
         torch.set_num_threads(before)
     assert '"device": "cpu"' in result.stdout and '"dtype": "bfloat16"' in result.stdout
     assert "runs on the CPU in bfloat16" in " ".join(result.stderr.split())
+
+
+def test_a_server_does_not_look_for_garbage_among_what_it_has_loaded(tiny_folder: Path) -> None:
+    try:
+        llm = load_to_serve(ServeOptions(tiny_folder), EngineConfig())
+        frozen = gc.get_freeze_count()
+        assert frozen and not any(one is llm.engine for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_an_answer_that_was_cut_is_marked_beside_the_text(tiny_folder: Path) -> None:

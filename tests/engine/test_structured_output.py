@@ -199,6 +199,14 @@ def test_a_form_over_a_limit_is_never_compiled(
         StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2]).start(form(**large))
 
 
+def test_values_are_counted_up_to_the_limit() -> None:
+    many: list[Any] = [1]
+    for _ in range(60):
+        many = [many] * 10
+    with pytest.raises(ValueError, match="values: expected at most 50000"):
+        check_form(form(json={"enum": many}), {"enum": many}, FormLimits())
+
+
 def test_chains_are_counted_without_recursion() -> None:
     assert longest_chain({"a": ["b"], "b": ["c"], "c": ["a"]}) == 3, "a way back adds nothing"
     assert longest_chain({str(i): [str(i + 1)] for i in range(100_000)}) == 100_001

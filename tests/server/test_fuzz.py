@@ -17,6 +17,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trunkattn.server.json_size import json_size
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
@@ -101,13 +102,15 @@ def largest(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
         yield from largest(inner[0], inner[1:])
     elif origin is list:
         one = example(inner[0])
-        room = min(MOST_VALUES // (1 + json.dumps(one).count(",")), MOST_BYTES // (2 + len(json.dumps(one))))
+        size = json_size(json.dumps(one).encode(), LIMITS.nodes)
+        most = MOST_VALUES if one == 1 else MOST_NODES // (1 + size.values + size.nodes)
+        room = min(most, MOST_BYTES // (2 + len(json.dumps(one))))
         yield [one] * min(room, limit(metadata, "max_length") or room)
     elif origin is dict:
         one = example(inner[1]) or 1
-        yield {str(i): one for i in range(limit(metadata, "max_length") or 500_000)}
+        yield {str(i): one for i in range(limit(metadata, "max_length") or MOST_NODES // 2)}
         if limit(metadata, "max_length") is None:
-            yield {"enum": [1] * MOST_VALUES}
+            yield {"enum": [1] * MOST_NODES}
     elif annotation is str:
         yield "x" * (limit(metadata, "max_length") or MOST_BYTES)
     elif annotation in (int, float):
@@ -118,7 +121,7 @@ def largest(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
         assert annotation is NoneType or issubclass(annotation, BaseModel), annotation
 
 
-MOST_VALUES = LIMITS.values - 100
+MOST_VALUES, MOST_NODES = LIMITS.values - 100, LIMITS.nodes - 100
 MOST_BYTES = 4_000_000  # of one text; `test_the_largest_that_is_allowed` sends the largest bodies
 
 

@@ -30,6 +30,9 @@ DEEP = json.loads("[" * 100 + "]" * 100)
 TOO_MUCH: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETE, {"prompt": [1] * 999_000 + ["x"]}, "prompt"),
     (COMPLETE, {"prompt": ["x"] * 2000}, "n"),
+    (COMPLETE, {"prompt": [[1]] * 3000}, "prompt"),
+    (COMPLETE, BASE | {f"zq{i}": 1 for i in range(1000)}, "zq64"),
+    (CHAT, {"messages": MESSAGES, "modalities": ["text"] * 9}, "modalities"),
     (COMPLETE, BASE | {"top_k": 2**63}, "top_k"),
     (COMPLETE, BASE | {"temperature": 2**63}, "temperature"),
     (COMPLETE, BASE | {"temperature": 10**400}, "temperature"),
@@ -95,6 +98,49 @@ def test_more_tokens_than_any_text_has(server: Server) -> None:
 def test_json_that_nobody_should_read(server: Server, raw: bytes) -> None:
     response = httpx.post(f"{server.url}{COMPLETE}", content=raw, timeout=60)
     assert response.status_code == 400 and len(response.text) < 1000
+
+
+MANY_CALLS = [{"function": {"name": "f", "arguments": "[" + "1," * 40_000 + "1]"}}] * 3
+BEFORE_READING: dict[str, tuple[str, bytes]] = {
+    "values of tools": (CHAT, b'{"messages":[],"tools":[' + b"1," * 100_000 + b"1]}"),
+    "values of a template": (CHAT, b'{"chat_template_kwargs":{"x":[' + b"1," * 990_000 + b"1]}}"),
+    "lists": (COMPLETE, b'{"prompt":[' + b"[]," * 100_000 + b"[]]}"),
+    "mappings": (COMPLETE, b'{"prompt":[' + b"{}," * 100_000 + b"{}]}"),
+    "names": (COMPLETE, b"{" + b",".join(b'"%d":1' % i for i in range(100_001)) + b"}"),
+    "texts": (COMPLETE, b'{"prompt":[' + b'"x",' * 100_000 + b'"x"]}'),
+    "quotes": (COMPLETE, b'"' * 1_000_000),
+    "lists after marks within a text": (COMPLETE, rb'{"x":"\\","y":"\"","prompt":[' + b"[]," * 100_000 + b"[]]}"),
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE_READING)
+def test_what_holds_too_much_is_refused_before_it_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("trunkattn.server.intake.json.loads", None)
+    path, raw = BEFORE_READING[kind]
+    response = httpx.post(f"{server.url}{path}", content=raw, timeout=60)
+    assert response.status_code == 400 and "expected at most 100000" in response.text
+
+
+def test_texts_and_token_ids_may_be_long(server: Server) -> None:
+    text = '[{"a": "b"}, \\"' * 40_000
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (COMPLETE, {"prompt": text}),
+        (COMPLETE, {"prompt": [1] * 900_000}),
+    ):
+        response = server.post(path, body)
+        assert "tokens" in response.json()["error"]["message"] or "characters" in response.json()["error"]["message"]
+
+
+def test_the_calls_of_a_conversation_are_counted_before_they_are_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_arguments", None)
+    response = server.post(CHAT, {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": MANY_CALLS}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[1].tool_calls[2].function.arguments"
 
 
 def test_log_probabilities_that_would_fill_the_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

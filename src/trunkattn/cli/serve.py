@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import io
 import logging
 import os
@@ -80,5 +81,8 @@ def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
         use_threads(options.threads)
         llm = LLM(options.model, **vars(config))
         llm.warm_up()
+    # Python looks for garbage with every thread stopped. What is loaded by now stays, so it is not looked at again.
+    gc.collect()
+    gc.freeze()
     _LOG.info("%s runs on %s.", options.model.name, place(llm))
     return llm

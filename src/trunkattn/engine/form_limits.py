@@ -13,6 +13,7 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 
 # No two of its parts can match the same space, so that its time is linear in the text.
 _RULE: Final = re.compile(r"^[^\S\n]*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\]\s*)?(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 
 Node = TypeVar("Node", bound=Hashable)
@@ -74,13 +75,20 @@ def _at_most(name: str, count: int, most: int, what: str) -> None:
 
 def depth_of(value: Any, most: int) -> int:
     """Levels of lists and mappings in a value of JSON, counted up to `most` + 1. A scalar has none."""
-    level, depth = [value], 0
-    while depth <= most:
-        inner = [one for outer in level for one in _inside(outer)]
-        if not any(isinstance(one, Mapping | list) for one in level):
-            return depth
-        level, depth = inner, depth + 1
+    depth = 0
+    for depth, _ in enumerate(_levels(value), 1):
+        if depth > most:
+            break
     return depth
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """The lists and mappings of each level of a value of JSON. Scalars, of which there may be many, are told by their
+    types, which is quick."""
+    level: list[Any] = [value]
+    while level := [one for one in level if type(one) not in _SCALARS and isinstance(one, Mapping | list)]:
+        yield level
+        level = [one for outer in level for one in _inside(outer)]
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -94,7 +102,17 @@ def check_size(schema: Any, limits: FormLimits) -> None:
     if isinstance(schema, str):
         _at_most("json", len(schema), limits.max_text, "characters of JSON")
     else:
-        _at_most("json", sum(1 for _ in _values(schema)), limits.max_values, "values")
+        _at_most("json", _count_values(schema, limits.max_values), limits.max_values, "values")
+
+
+def _count_values(value: Any, most: int) -> int:
+    """Values within a value of JSON, itself included. Counting ends above `most`."""
+    count = 1
+    for level in _levels(value):
+        count += sum(map(len, level))
+        if count > most:
+            break
+    return count
 
 
 def _check_schema(schema: Any, limits: FormLimits) -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from trunkattn.engine.config import shown
 from trunkattn.server.errors import BadRequest
+from trunkattn.server.json_size import json_size
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import Body, Reading
 
@@ -31,8 +32,7 @@ def read_body(raw: bytes, model: type[AnyBody], reading: Reading) -> AnyBody:
     """
     if not raw.strip():
         raise BadRequest("the body is missing: expected a JSON object")
-    if raw.count(b",") > LIMITS.values:
-        raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
+    _check_size(raw, model.most_values)
     try:
         given = json.loads(raw.decode(), parse_constant=_no_constant)
     except RecursionError:
@@ -43,6 +43,17 @@ def read_body(raw: bytes, model: type[AnyBody], reading: Reading) -> AnyBody:
         return model.model_validate(given, context=reading)
     except ValidationError as error:
         raise _first(error) from None
+
+
+def _check_size(raw: bytes, most_values: int) -> None:
+    """Raises BadRequest if a body holds too much to be read."""
+    if raw.count(b",") > LIMITS.values:
+        raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
+    size = json_size(raw, LIMITS.nodes)
+    if size.nodes > LIMITS.nodes:
+        raise BadRequest(f"the body has {size.nodes} or more texts, lists and mappings: expected at most {LIMITS.nodes}")
+    if size.values > most_values:
+        raise BadRequest(f"the body has {size.values} values: expected at most {most_values}")
 
 
 def _no_constant(name: str) -> NoReturn:

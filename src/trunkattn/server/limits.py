@@ -14,11 +14,15 @@ class RequestLimits:
     """What one request may hold. `ServerOptions` has the limits that an operator sets.
 
     Attributes:
-        values: values of a body, counted as its commas, before it is read as JSON.
+        values: commas of a body, those of its texts among them, before it is read as JSON.
+        nodes: texts, names, lists and mappings of a body, and values of one whose values are no token ids.
+        unknown: names of a body that do not exist.
         depth: levels of lists and mappings in a field of any JSON (OpenAI: 10 in a schema).
+        prompts: of a request; an operator sets a lower limit of its answers.
         messages: of a conversation (OpenAI: 2,048). parts: of a message.
         tools: of a request (OpenAI: 128). tool_calls: of a message.
         name: characters of a tool's, role's or schema's name (OpenAI: 64).
+        modalities: that an answer may have.
         label: characters of a model, user, salt or id (OpenAI: 512 for a value of metadata).
         stop: strings that end an answer (OpenAI: 4; evaluation tools send more). stop_characters: of each.
         logprobs: most likely tokens that are reported for a place (OpenAI: 20 in a chat, 5 in completions).
@@ -42,12 +46,16 @@ class RequestLimits:
     """
 
     values: int = 1_000_000
+    nodes: int = 100_000
+    unknown: int = 64
     depth: int = 64
+    prompts: int = 2_048
     messages: int = 2_048
     parts: int = 2_048
     tools: int = 128
     tool_calls: int = 128
     name: int = 64
+    modalities: int = 8
     label: int = 512
     stop: int = 16
     stop_characters: int = 256

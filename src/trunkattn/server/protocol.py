@@ -30,7 +30,6 @@ from trunkattn.engine.form_limits import depth_of
 from trunkattn.server.limits import LIMITS
 
 _CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
-_MOST_IGNORED: Final = 16  # names that are remembered for the log
 _LONGEST_NAME: Final = 64
 _SLICE: Final = 8_192  # items whose types are looked at by one call
 
@@ -55,43 +54,54 @@ class Body(BaseModel):
     `Reading` that is strict refuses both.
 
     Attributes:
+        most_values: values that JSON of it may hold, in all.
         without_effect: documented names that change nothing here.
         refused: documented names that would change the answer, and what to do instead.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
+    most_values: ClassVar[int] = LIMITS.nodes
     without_effect: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _names: ClassVar[frozenset[str]]  # of its fields, as JSON has them
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
         reading = info.context if isinstance(info.context, Reading) else Reading()
         taken = {}
         for name, value in given.items():
             if value is None:
                 continue
-            if name in known:
+            if name in cls._names:
                 taken[name] = value
             elif name in cls.refused:
                 raise _refuse("refused_field", f"{name}={shown(value)}: {cls.refused[name]}")
             elif name not in cls.without_effect:
-                cls._unknown(name, value, known, reading)
+                cls._unknown(name, value, reading)
         return taken
 
     @classmethod
-    def _unknown(cls, name: str, value: Any, known: set[str], reading: Reading) -> None:
-        close = get_close_matches(name[:_LONGEST_NAME], known, 1, _CLOSE)
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @classmethod
+    def _unknown(cls, name: str, value: Any, reading: Reading) -> None:
+        if name[:_LONGEST_NAME] in reading.ignored:
+            return
+        close = get_close_matches(name[:_LONGEST_NAME], cls._names, 1, _CLOSE)
         if close:
             raise _refuse("unknown_field", f"{name[:_LONGEST_NAME]}={shown(value)}: did you mean {close[0]}?")
         if reading.strict:
             message = f"{name[:_LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
             raise _refuse("unknown_field", message)
-        if len(reading.ignored) < _MOST_IGNORED:
-            reading.ignored.add(name[:_LONGEST_NAME])
+        if len(reading.ignored) == LIMITS.unknown:
+            message = f"{name[:_LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
+            raise _refuse("unknown_field", message)
+        reading.ignored.add(name[:_LONGEST_NAME])
 
 
 def _number(value: Any) -> float:
@@ -118,6 +128,9 @@ def _prompt(value: Any) -> Any:
         raise _refuse("prompt", "expected a text, a list of token ids, or a list of these")
     lists = value if value and isinstance(value[0], list) else [value]
     kind = str if value and isinstance(value[0], str) else int
+    num_prompts = len(lists) if lists is value else len(value) if kind is str else 1
+    if num_prompts > LIMITS.prompts:
+        raise _refuse("prompt", f"{num_prompts} prompts: expected at most {LIMITS.prompts}")
     for items in lists:
         if not isinstance(items, list):
             raise _refuse("prompt", f"{shown(items)} stands among lists: expected lists of token ids alone")
@@ -246,6 +259,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """Body of /v1/completions. best_of: as many as `n`, because no answer is thrown away here."""
 
+    most_values = LIMITS.values
     refused = MappingProxyType({**Sampling.refused, "suffix": "this server cannot fill in; leave it out"})
     prompt: Prompt
     echo: bool = False
@@ -366,7 +380,7 @@ class ChatCompletionRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=LIMITS.modalities, fail_fast=True)] | None = None
     chat_template_kwargs: AnyJson | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -384,5 +398,6 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
+    most_values = LIMITS.values
     model: Label | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -21,6 +21,7 @@ from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
 from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
+from trunkattn.server.json_size import json_size
 from trunkattn.server.lanes import Lanes
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
@@ -166,6 +167,7 @@ class Service:
         """
 
         def render() -> list[int]:
+            _check_arguments(messages)
             with bad_request():
                 conversation = [_message(message, place) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -414,6 +416,19 @@ def _message(message: Message, place: int) -> dict[str, Any]:
         if isinstance(given, str):
             call["function"]["arguments"] = _arguments(name, given)
     return values
+
+
+def _check_arguments(messages: Sequence[Message]) -> None:
+    """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written."""
+    total = 0
+    for place, message in enumerate(messages):
+        for number, call in enumerate(message.tool_calls or ()):
+            given = call.function.arguments
+            if isinstance(given, str):
+                total += sum(json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes))
+            if total > LIMITS.nodes:
+                name = f"messages[{place}].tool_calls[{number}].function.arguments"
+                raise BadRequest(f"{name}: expected at most {LIMITS.nodes} values in all calls", name)
 
 
 def _arguments(name: str, text: str) -> Any:
