@@ -1,15 +1,19 @@
 """The HTTP server beside a hostile client: pauses of a witness's stream, times of /health, and memory.
 
     python -m benchmarks.engines.serve_hostile  # results/serve-hostile-cpu.json
+    python -m benchmarks.engines.serve_hostile --resume  # the kinds that this commit has not measured
+    python -m benchmarks.engines.serve_hostile --kinds brackets "everything at once"
 
 A witness streams one greedy answer after another. Meanwhile a hostile client sends, one kind after another, what could
 stop, slow or fill a server: bodies that are large, deep or wrong, lists without end, forms that compile for minutes or
 overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
-pause longer than half a second, and no /health later than a fifth. The machine must be idle: what else it does pauses
-the witness too, so that the script first measures the pauses of a witness alone.
+pause longer than half a second, and no /health later than a fifth. Last come the clients of `serve_load`, while all of
+it is sent again and again. The machine must be idle: what else it does pauses the witness too, so that the script first
+measures the pauses of a witness alone. The result is written after every kind.
 """
 
 import argparse
+import asyncio
 import json
 import socket
 import sys
@@ -27,12 +31,25 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.engines.serve_load import memory_mb, ours, save_folder, server
+from benchmarks.engines.serve_load import (
+    Clients,
+    expected_answers,
+    gauges,
+    memory_mb,
+    ours,
+    save_folder,
+    server,
+)
 from benchmarks.lib.options import integer
-from benchmarks.lib.report import write_result
+from benchmarks.lib.report import RESULTS, environment, with_earlier, write_result
 
 COMPLETE: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+RESULT: Final = "serve-hostile-cpu"
+NOTHING: Final = "nothing"
+OTHERS: Final = ("idle connections", "live pages", "everything at once")
+CLIENTS: Final = 32
+LOAD: Final = f"{CLIENTS} clients beside all of it"
 MAX_PAUSE_S: Final = 0.5
 MAX_HEALTH_S: Final = 0.2
 IDLE_CONNECTIONS: Final = 500
@@ -60,6 +77,8 @@ def hostile() -> dict[str, tuple[str, bytes]]:
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 990_000}}}
     schema = {"properties": {f"p{i:04}": {"type": "null"} for i in range(4900)}}
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    small, full = ({"function": {"name": "f", "arguments": text}} for text in ("{}", "[" + "1," * 40_000 + "1]"))
+    most = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 45_000}}}
     return {
         "a wrong item after a million": (COMPLETE, b'{"prompt":[' + b"1," * 990_000 + b'"x"]}'),
         "eight million items": (COMPLETE, b'{"prompt":[' + b"1," * 7_900_000 + b"1]}"),
@@ -67,6 +86,11 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "a text of 10 MB": completion(prompt="ab " * 3_500_000),
         "tools of 10 MB": chat(tools=[tool]),
         "tools of a million values": chat(tools=[many]),
+        "a million lists": (COMPLETE, b'{"prompt":[' + b"[]," * 990_000 + b"[]]}"),
+        "names that do not exist": completion(**{f"zq{i}": 1 for i in range(45_000)}),
+        "the most calls": chat(messages=[{"role": "assistant", "tool_calls": [small] * 128}] * 45),
+        "the most values": chat(tools=[most]),
+        "values in arguments": chat(messages=[{"role": "assistant", "tool_calls": [full] * 10}]),
         "a million values of a template": chat(chat_template_kwargs={"x": [1] * 990_000}),
         "brackets": (COMPLETE, b"[" * 10_000_000),
         "brackets in arguments": chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]),
@@ -165,8 +189,8 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-def wait(seconds: float) -> str:
-    """Sends nothing."""
+def wait(seconds: float, url: str) -> str:
+    """Sends nothing to an address."""
     time.sleep(seconds)
     return "-"
 
@@ -208,46 +232,94 @@ def send_everything(url: str) -> str:
     return f"{len(kinds)} kinds"
 
 
-def run(folder: Path, seconds: int, times: int) -> dict[str, Any]:
-    """Runs what the module says."""
-    found: dict[str, Any] = {"at_once": times}
+def load(url: str, expected: dict[str, str], seconds: int) -> str:
+    """Lets clients of every kind ask beside everything that is hostile; how often they saw what."""
+    clients, over = Clients(url, expected, seed=0), threading.Event()
+
+    def send_again() -> None:
+        while not over.is_set():
+            send_everything(url)
+
+    hostile_client = threading.Thread(target=send_again)
+    hostile_client.start()
+    asyncio.run(clients.run(seconds, CLIENTS))
+    over.set()
+    hostile_client.join()
+    return ", ".join(f"{what} {count}" for what, count in sorted(clients.seen.items()))
+
+
+def held_pages(url: str, seconds: float = 10.0) -> float:
+    """Pages that the server holds, once nothing is left or after some seconds."""
+    end = time.monotonic() + seconds
+    while (left := gauges(url))["kv_pages_in_use"] and time.monotonic() < end:
+        time.sleep(0.1)
+    return left["kv_pages_in_use"]
+
+
+Act = Callable[[str], str]
+
+
+def acts(folder: Path, names: Sequence[str], seconds: int, load_seconds: int, times: int) -> dict[str, Act]:
+    """What is done to the server, of the address that it gets. folder: of the model. names: the kinds."""
+    kinds: dict[str, Act] = {NOTHING: partial(wait, seconds)}
+    for name, (path, body) in hostile().items():
+        kinds[name] = partial(send, path=path, body=body, times=times)
+    kinds |= dict(zip(OTHERS, (hold_connections, open_pages, send_everything), strict=True))
+    if LOAD in names:
+        kinds[LOAD] = partial(load, expected=expected_answers(folder), seconds=load_seconds)
+    return {name: kinds[name] for name in names}
+
+
+def run(folder: Path, kinds: dict[str, Act]) -> list[dict[str, Any]]:
+    """Measures some kinds, and writes the result after each; a row for each."""
+    rows: list[dict[str, Any]] = []
     command = ours(folder, 8206, "--max-num-batched-tokens", "256", "--max-num-seqs", "64")
     # A process of its own sends: its work would else delay what the witness sees.
     elsewhere = ProcessPoolExecutor(1, get_context("spawn"))
+    texts: set[str] = set()
     with elsewhere, server(command, folder / "hostile.log") as (url, process):
-        texts: set[str] = set()
-        kinds: dict[str, Callable[[], str]] = {"nothing": partial(wait, seconds)}
-        for name, (path, body) in hostile().items():
-            kinds[name] = partial(send, url, path, body, times)
-        kinds["idle connections"] = partial(hold_connections, url)
-        kinds["live pages"] = partial(open_pages, url)
-        kinds["everything at once"] = partial(send_everything, url)
         for name, act in kinds.items():
             with Watch(url, lambda: memory_mb(process)).watching() as watch:
                 time.sleep(0.5)
-                seen = elsewhere.submit(act).result()
+                seen = elsewhere.submit(act, url).result()
             texts |= watch.texts
-            found[name] = watch.figures() | {"answers": seen}
-            print(f"{name:36} {found[name]}", flush=True)
-    found["witness_answers"] = len(texts)
-    rest = [figures for name, figures in found.items() if isinstance(figures, dict) and name != "nothing"]
-    found["worst_pause_s"] = max(figures["pause_s"] for figures in rest)
-    found["worst_health_s"] = max(figures["health_s"] for figures in rest)
-    return found
+            row = {"kind": name, **watch.figures(), "witness_answers": len(texts), "held_pages": held_pages(url)}
+            rows.append(row | {"answers": seen})
+            print(f"{name:36} {rows[-1]}", flush=True)
+            write_result(RESULT, {"rows": with_earlier(RESULT, rows, ("kind",))}, "transformers")
+    return rows
+
+
+def measured_kinds() -> set[str]:
+    """The kinds that the result has of this commit."""
+    path = RESULTS / f"{RESULT}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["kind"] for row in rows if row.get("commit") == environment()["commit"]}
 
 
 def main() -> None:
+    names = (NOTHING, *hostile(), *OTHERS, LOAD)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=names, default=names, metavar="KIND", help="what to measure")
+    parser.add_argument("--resume", action="store_true", help="leave out what the result has of this commit")
     parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness alone")
+    parser.add_argument("--load-seconds", type=integer(1, 86_400), default=180, help=f"of {LOAD}")
     parser.add_argument("--times", type=integer(1, 64), default=3, help="requests of a kind at once")
     arguments = parser.parse_args()
+    measured = measured_kinds() if arguments.resume else set()
+    wanted = [name for name in names if name in arguments.kinds and name not in measured]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "smollm2"
         save_folder(folder)
-        found = run(folder, arguments.seconds, arguments.times)
-    print(write_result("serve-hostile-cpu", found, "transformers"))
-    is_good = found["witness_answers"] == 1 and found["worst_pause_s"] <= MAX_PAUSE_S
-    sys.exit(0 if is_good and found["worst_health_s"] <= MAX_HEALTH_S else "the witness or /health had to wait")
+        kinds = acts(folder, wanted, arguments.seconds, arguments.load_seconds, arguments.times)
+        rows = run(folder, kinds)
+    bad = [
+        row["kind"]
+        for row in rows
+        if row["witness_answers"] > 1 or row["held_pages"] or row["health_s"] > MAX_HEALTH_S
+        or (row["pause_s"] > MAX_PAUSE_S and row["kind"] != NOTHING) or "differs" in row["answers"]
+    ]  # fmt: skip
+    sys.exit(f"the witness or /health had to wait, or something was wrong: {', '.join(bad)}" if bad else 0)
 
 
 if __name__ == "__main__":

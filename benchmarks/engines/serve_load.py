@@ -178,12 +178,17 @@ async def watched(clients: Clients, process: subprocess.Popen[bytes], seconds: f
     return memory
 
 
-def load(folder: Path, seconds: float, count: int) -> dict[str, Any]:
-    """Runs the load that the module describes."""
+def expected_answers(folder: Path) -> dict[str, str]:
+    """The prompts of the clients, and what `LLM.generate` answers."""
     prompts = documents(4, 12)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
     outputs = LLM(folder, kv_cache_bytes=1 << 28, device="cpu").generate(prompts, params)
-    expected = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
+    return {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
+
+
+def load(folder: Path, seconds: float, count: int) -> dict[str, Any]:
+    """Runs the load that the module describes."""
+    expected = expected_answers(folder)
     with server(ours(folder, 8201, "--api-key", KEY), folder / "load.log") as (url, process):
         clients = Clients(url, expected, seed=0)
         memory = asyncio.run(watched(clients, process, seconds, count))

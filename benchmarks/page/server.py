@@ -4,7 +4,8 @@ from statistics import median
 
 from benchmarks.page.common import Section, load, sources, table
 
-LOAD, SPEED, START = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu"
+LOAD, SPEED, START, HOSTILE = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu", "serve-hostile-cpu"
+LONGEST = 5  # rows of hostile kinds that are shown
 KINDS = {
     "good: equal": "streamed to the end, equal to `LLM.generate`'s answer",
     "good: differs": "streamed to the end, another answer",
@@ -25,6 +26,10 @@ def server() -> Section:
     rates = [[text, f"{speed[name]['tokens_per_second']:,.0f}"] for name, text in servers.items() if name in speed]
     start = load(START)
     answered = median(each["answered"] for each in start["seconds"])
+    hostile = load(HOSTILE)["rows"]
+    alone = next(row for row in hostile if row["kind"] == "nothing")
+    longest = sorted((row for row in hostile if row is not alone), key=lambda row: -row["pause_s"])
+    pauses = [[row["kind"], f"{row['pause_s']:.2f}", f"{row['health_s']:.2f}"] for row in longest[:LONGEST]]
     text = f"""## The HTTP server on a CPU
 
 {found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. They leave
@@ -34,6 +39,16 @@ def server() -> Section:
 {table(["requests", "count"], rows, 1)}
 
 {sources("python -m benchmarks.engines.serve_load --part load", LOAD)}
+
+A hostile client sends {len(longest)} kinds of what could stop, slow or fill a server, three requests of a kind at
+once, beside a stream of answers. Alone the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for
+at most 0.5 s in {sum(row["pause_s"] <= 0.5 for row in longest)} of the kinds. All of its answers are equal, and the
+server's memory reaches {max(row["memory_mb"] for row in hostile):,.0f} MB. The longest pauses, with the longest times
+of `/health` meanwhile:
+
+{table(["kind", "pause, s", "/health, s"], pauses)}
+
+{sources("python -m benchmarks.engines.serve_hostile", HOSTILE)}
 
 {speed["prompts"]} prompts, four documents with questions on each, {speed["at_once"]} at once,
 {speed["answer_tokens"]} tokens each; the prompts are cached.

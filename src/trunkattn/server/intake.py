@@ -51,7 +51,9 @@ def _check_size(raw: bytes, most_values: int) -> None:
         raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
     size = json_size(raw, LIMITS.nodes)
     if size.nodes > LIMITS.nodes:
-        raise BadRequest(f"the body has {size.nodes} or more texts, lists and mappings: expected at most {LIMITS.nodes}")
+        raise BadRequest(
+            f"the body has {size.nodes} or more texts, lists and mappings: expected at most {LIMITS.nodes}"
+        )
     if size.values > most_values:
         raise BadRequest(f"the body has {size.values} values: expected at most {most_values}")
 

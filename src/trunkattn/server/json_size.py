@@ -1,7 +1,7 @@
 """How much JSON holds, counted before it is read.
 
-To read JSON, and to check, copy and write what it holds, keeps Python's lock from the engine, and a mapping or a list is
-one more object for Python's search for garbage. To count some bytes takes a hundredth of that.
+To read JSON, and to check, copy and write what it holds, keeps Python's lock from the engine, and a mapping or a list
+is one more object for Python's search for garbage. To count some bytes takes a hundredth of that.
 """
 
 from typing import NamedTuple

@@ -46,7 +46,7 @@ class RequestLimits:
     """
 
     values: int = 1_000_000
-    nodes: int = 100_000
+    nodes: int = 50_000
     unknown: int = 64
     depth: int = 64
     prompts: int = 2_048

@@ -99,7 +99,9 @@ class Body(BaseModel):
             message = f"{name[:_LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
             raise _refuse("unknown_field", message)
         if len(reading.ignored) == LIMITS.unknown:
-            message = f"{name[:_LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
+            message = (
+                f"{name[:_LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
+            )
             raise _refuse("unknown_field", message)
         reading.ignored.add(name[:_LONGEST_NAME])
 
