@@ -255,10 +255,11 @@ def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -
     ],
 )
 def test_windows_caps_and_sinks_together(head_dims: tuple[int, int], window: int | None) -> None:
-    """Windows that begin and end inside blocks; those that Triton compiles for; and one that hides nothing."""
-    of_heads: dict[str, Any] = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "heads": (4, 2)}
+    """Windows that begin and end inside blocks; those that Triton compiles for; and one that hides nothing. The largest
+    error of a sink's gradient, a sum over all queries, is that of chance unless there are several sinks."""
+    of_heads: dict[str, Any] = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "heads": (8, 2)}
     options: dict[str, Any] = {"sliding_window": window, "soft_cap": 5.0, "has_sinks": True, **of_heads}
-    case = replace(TrainingCase((), False, True, (4, 2), 64, F16, device="cuda"), **options)
+    case = replace(TrainingCase((), False, True, (8, 2), 64, F16, device="cuda"), **options)
     for causal in (True, False):
         for lengths in ((1100, 1100), (300, 777), (777, 300), (1, 65)):
             check(replace(case, lengths=(lengths,) * 2, causal=causal), False)

@@ -6,13 +6,14 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import accumulate, chain, count
+from operator import ge, sub
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from trunkattn.training.sequences import TreeTables, aligned_tokens
+from trunkattn.training.sequences import ALIGNED_TOKENS, TreeTables
 from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
 from trunkattn.validate import check_int
 
@@ -53,7 +54,7 @@ class PrefixTree:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
-    _flat: torch.Tensor = field(repr=False)
+    _by_segment: torch.Tensor = field(repr=False)
     tokens: torch.Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -105,11 +106,11 @@ class PrefixTree:
         """
         parents, lengths = list(parents), list(lengths)
         _check_segments(parents, lengths)
-        sums = np.cumsum([0, *lengths]).tolist()
+        sums = [0, *accumulate(lengths)]
         if starts is not None:
             _check_equal("starts", list(starts), sums[:-1], "the sum of the lengths before")
         inner = set(parents)
-        leaves = tuple(segment for segment in range(len(parents)) if segment not in inner)
+        leaves = [segment for segment in range(len(parents)) if segment not in inner]
         array = None if tokens is None else token_array("tokens", tokens)
         if array is not None and len(array) != sums[-1]:
             raise ValueError(f"tokens has {len(array)} entries: expected {sums[-1]}, the sum of lengths")
@@ -152,27 +153,22 @@ class PrefixTree:
 
     @classmethod
     def _of(cls, segments: Segments) -> "PrefixTree":
-        """The tree of checked segments."""
-        sums = np.cumsum([0, *segments.lengths]).tolist()
+        """The tree of segments, which are checked but for their order."""
+        sums = [0, *accumulate(segments.lengths)]
         if sums[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"lengths sum to {sums[-1]}: expected at most {np.iinfo(np.int32).max} tokens a tree")
-        ends = sums[1:]
-        for segment in reversed(range(len(ends))):
-            parent = segments.parents[segment]
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[segment])
         return cls(
             starts=tuple(sums[:-1]),
             lengths=tuple(segments.lengths),
             parents=tuple(segments.parents),
             leaves=tuple(segments.leaves),
-            _flat=_tables(segments, sums, ends),
+            _by_segment=_by_segment(segments, sums),
             tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
         )
 
-    @cached_property
+    @property
     def _host(self) -> TreeTables:
-        return TreeTables.views(self._flat, sum(self.lengths))
+        return self.tables(torch.device("cpu"))
 
     @property
     def subtree_end(self) -> torch.Tensor:
@@ -182,7 +178,7 @@ class PrefixTree:
     @property
     def num_tokens(self) -> int:
         """The number of packed tokens."""
-        return len(self.subtree_end)
+        return self.starts[-1] + self.lengths[-1]
 
     @property
     def num_levels(self) -> int:
@@ -210,10 +206,8 @@ class PrefixTree:
         return self._host.depths.long()
 
     def tables(self, device: torch.device) -> TreeTables:
-        """The tree as kernels on a device read it; it is copied there once."""
-        if device.type == "cpu":
-            return self._host
-        return self.cached(device, lambda: TreeTables.views(self._flat.to(device), self.num_tokens))
+        """The tree as kernels on a device read it; it is made there once, from what is known of each segment."""
+        return self.cached(device, lambda: TreeTables.of_segments(self._by_segment.to(device), self.num_tokens))
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """What `make` returns; it is called once for each key, and kept with the tree."""
@@ -266,28 +260,36 @@ class PrefixTree:
         return [values[own.to(values.device)] for own in self.sequence_indices()]
 
 
-def _tables(segments: Segments, sums: list[int], ends: list[int]) -> torch.Tensor:
-    """The tables of a tree, for `TreeTables.views`. sums: where each segment begins, and the end. ends: of each
-    segment's subtree."""
+def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
+    """What `TreeTables.of_segments` takes. sums: where each segment begins, and the end.
+
+    Raises:
+        ValueError: the segments are not in depth-first pre-order.
+    """
+    parents, lengths = segments.parents, segments.lengths
+    ends = [sums[-1]] * len(parents)
     depths: list[int] = []  # of the first token of each segment
     levels: list[int] = []
-    for parent in segments.parents:
-        depths.append(0 if parent < 0 else depths[parent] + segments.lengths[parent])
+    for segment, parent in enumerate(parents):
+        above = segment - 1
+        while above > parent:  # subtrees of the path to the segment before end here, up to this one's parent
+            ends[above] = sums[segment]
+            above = parents[above]
+        if above != parent:
+            raise ValueError(
+                f"parents[{segment}]={parent}: expected -1 or a segment on the path to the one before, as segments are "
+                "in depth-first pre-order"
+            )
+        depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
         levels.append(0 if parent < 0 else levels[parent] + 1)
-    columns = np.array([sums[:-1], sums[1:], segments.parents, levels], np.int32)
-    of_segments = np.array([ends, depths, range(len(depths))], np.int32)
-    of_segments[1] -= columns[0]
-    tokens, room = sums[-1], aligned_tokens(sums[-1])
-    flat = np.zeros(3 * room + columns.size, np.int32)
-    by_token = flat[: 3 * room].reshape(3, room)[:, :tokens]
-    by_token[:] = np.repeat(of_segments, segments.lengths, axis=1)
-    by_token[1] += np.arange(tokens, dtype=np.int32)
-    flat[3 * room :] = columns.T.ravel()
-    return torch.from_numpy(flat)
+    rows = zip(sums, sums[1:], parents, levels)  # noqa: B905  the last sum begins none
+    offsets = map(sub, depths, sums)
+    aligned = [*lengths[:-1], lengths[-1] + -sums[-1] % ALIGNED_TOKENS]
+    return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
-    """Raises unless the segments are a forest in depth-first pre-order, each with tokens."""
+    """Raises unless the segments are a forest, each with tokens."""
     if not parents:
         raise ValueError("parents is empty: expected at least one segment")
     if len(lengths) != len(parents):
@@ -298,25 +300,15 @@ def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
             check_int(f"lengths[{segment}]", length, 1)
         for segment, parent in enumerate(parents):
             check_int(f"parents[{segment}]", parent, -1, last)
-    for segment, parent in enumerate(parents):
-        if parent < segment:  # every cycle has a parent behind its child
-            continue
+    if not any(map(ge, parents, count())):
+        return  # every cycle has a parent behind its child
+    for segment in range(len(parents)):
         visited = [segment]
         while parents[visited[-1]] >= 0:
             visited.append(parents[visited[-1]])
             if visited[-1] in visited[:-1]:
                 loop = " -> ".join(map(str, visited[visited.index(visited[-1]) :]))
                 raise ValueError(f"parents has a cycle, {loop}: expected that every path ends at a root, -1")
-    path: list[int] = []
-    for segment, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if parent >= 0 and not path:
-            raise ValueError(
-                f"parents[{segment}]={parent}: expected -1 or a segment on the path to the one before, as segments are "
-                "in depth-first pre-order"
-            )
-        path.append(segment)
 
 
 def _check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:

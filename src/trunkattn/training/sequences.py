@@ -8,11 +8,7 @@ import torch
 from trunkattn.planner.work_list import UNLIMITED
 
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
-
-
-def aligned_tokens(tokens: int) -> int:
-    """Room for a number of 4 bytes for each token, in whole 16 bytes."""
-    return -(-tokens // 4) * 4
+ALIGNED_TOKENS: Final = 4  # a number of 4 bytes for each are 16 bytes
 
 
 class TreeTables(NamedTuple):
@@ -29,12 +25,20 @@ class TreeTables(NamedTuple):
     segments: torch.Tensor
 
     @classmethod
-    def views(cls, flat: torch.Tensor, tokens: int) -> "TreeTables":
-        """The tables of so many tokens in `flat`, int32, where one lies after the other, each at 16 bytes: one copy
-        takes them to a device, and kernels are not compiled anew for another alignment."""
-        room = aligned_tokens(tokens)
-        subtree_end, depths, segment_of = (flat[begin : begin + tokens] for begin in (0, room, 2 * room))
-        return cls(subtree_end, depths, segment_of, flat[3 * room :].view(-1, 4))
+    def of_segments(cls, numbers: torch.Tensor, tokens: int) -> "TreeTables":
+        """The tables of so many tokens, made on the device of `numbers`, which nothing waits for.
+
+        numbers: int32 [7 · segments]: `segments` row by row, then of all segments the ends of their subtrees, the
+        numbers of ancestors of their first tokens less the numbers of these tokens, and their lengths, the last one
+        rounded up so that all tokens are whole 16 bytes: kernels are not compiled anew for another alignment.
+        """
+        count = len(numbers) // 7
+        of_tokens, lengths = numbers[4 * count : 6 * count].view(2, count), numbers[6 * count :]
+        room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
+        segment_of = torch.repeat_interleave(lengths, output_size=room)
+        subtree_end, depths = of_tokens.index_select(1, segment_of)
+        depths += torch.arange(room, dtype=torch.int32, device=numbers.device)
+        return cls(subtree_end[:tokens], depths[:tokens], segment_of[:tokens], numbers[: 4 * count].view(count, 4))
 
 
 @dataclass(frozen=True)
