@@ -25,7 +25,9 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-CHECKER = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "hazard", "--show-backtrace", "no"]
+OF_OTHERS = ["--kernel-name-exclude", "regex=^_Z|gemm|cutlass|cudnn|cublas"]  # PyTorch's kernels, which are in C++
+CHECKER = ["compute-sanitizer", *OF_OTHERS, "--tool", "racecheck", "--racecheck-report", "hazard"]
+CHECKER += ["--show-backtrace", "no"]
 ALL = ["--print-limit", "1000000"]
 CONTROL = "warp_specialized_kernel"
 CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
