@@ -15,7 +15,7 @@ from trunkattn.names import POLICIES
 from trunkattn.validate import check_int
 
 if TYPE_CHECKING:
-    from trunkattn.engine import SamplingParams
+    from trunkattn.engine import SamplingParams, StructuredOutputsParams
 
 SAMPLING, ENGINE, SERVER, OUTPUT = "Sampling", "Engine", "Server", "Output"
 JSON_OPTION = typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
@@ -299,7 +299,8 @@ class SamplingOptions:
         }
         forms = {name: form for name, form in forms.items() if form is not None}
         if forms:
-            given["structured_outputs"] = StructuredOutputsParams(**forms)  # type: ignore[arg-type]
+            given["structured_outputs"] = form = StructuredOutputsParams(**forms)  # type: ignore[arg-type]
+            _check_form(form)
         return SamplingParams(**given, skip_special_tokens=not self.keep_special_tokens)
 
 
@@ -334,6 +335,18 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise ValueError(f"logit_bias={text!r}: expected ID=NUMBER, such as 42=-1.5") from None
+
+
+def _check_form(form: "StructuredOutputsParams") -> None:
+    """Raises ValueError, of the option that gave it, if a form of answers cannot be compiled."""
+    from trunkattn.engine.form_grammar import check_grammar
+    from trunkattn.engine.form_limits import FormLimits
+
+    try:
+        check_grammar(form, FormLimits())
+    except ValueError as error:
+        message = re.sub(r"^structured_outputs(: |\.)", "", str(error))
+        raise ValueError(re.sub(r"^json\b", "json_schema", message)) from error
 
 
 def _read(name: str, path: Path | None) -> str | None:

@@ -4,20 +4,19 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles lazily, so that 
 token. It is imported when the first form is asked for.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from importlib import import_module
 from threading import Lock
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.engine.config import shown
-from trunkattn.engine.form_limits import FormLimits, check_form, check_size
+from trunkattn.engine.form_grammar import grammar_of, library, reason_of, refusal
+from trunkattn.engine.form_limits import FormLimits
 from trunkattn.engine.sampling_params import StructuredOutputsParams
-from trunkattn.names import install_command
 
 # What a compiled form may hold, estimated from its text: llguidance does not say.
 _BASE_BYTES: Final = 64 << 10
@@ -98,27 +97,27 @@ class StructuredOutputs:
             ImportError: llguidance is missing.
             ValueError: the form is bad or over a limit, or the model's tokenizer cannot serve it.
         """
-        name, value, grammar = self._grammar(form)
+        name, value, grammar = grammar_of(form, self._limits)
         with self._lock:
             matcher, failure = self._compiled.get(grammar), self._failed.get(grammar)
         if matcher is None and failure is None:
-            matcher = self._library.LLMatcher(self._tokens, grammar, log_level=0)
+            matcher = library().LLMatcher(self._tokens, grammar, log_level=0)
             if matcher.is_error():
                 matcher, failure = None, reason_of(matcher)
         if matcher is None:
             self._remember(self._failed, grammar, failure)
-            raise ValueError(f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {failure}")
+            raise ValueError(refusal(name, value, failure))
         state = GrammarState(matcher.deep_copy(), self._tokens.vocab_size, self._vocab_size)
         self._remember(self._compiled, grammar, matcher)
         return state
 
     def source(self, form: StructuredOutputsParams) -> str:
         """The grammar that a form is compiled from. Raises what `start` raises."""
-        name, value, grammar = self._grammar(form)
+        name, value, grammar = grammar_of(form, self._limits)
         with self._lock:
             failure = self._failed.get(grammar)
             if failure is not None:
-                raise ValueError(f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {failure}")
+                raise ValueError(refusal(name, value, failure))
         return grammar
 
     def has_compiled(self, grammar: str) -> bool:
@@ -156,33 +155,6 @@ class StructuredOutputs:
     def _bytes_of(self, grammar: str) -> int:
         return max(self._weights.get(grammar, 0), _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar))
 
-    def _grammar(self, form: StructuredOutputsParams) -> tuple[str, Any, str]:
-        """Name and value of the form that is given, and the form as llguidance's grammar."""
-        schema = None if form.json is None else _schema(form.json, self._limits)
-        check_form(form, schema, self._limits)
-        matcher = self._library.LLMatcher
-        if form.json is not None:
-            return "json", form.json, matcher.grammar_from_json_schema(json.dumps(schema))
-        if form.json_object:
-            return "json_object", True, matcher.grammar_from_json_schema({"type": "object"})
-        if form.regex is not None:
-            return "regex", form.regex, matcher.grammar_from_regex(form.regex)
-        if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
-            return "choice", form.choice, matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-        return "grammar", form.grammar, matcher.grammar_from_lark(form.grammar)
-
-    @cached_property
-    def _library(self) -> Any:
-        try:
-            import llguidance
-            import llguidance.hf
-        except ImportError as error:
-            raise ImportError(
-                f"structured_outputs needs the package llguidance; {install_command('structured')}"
-            ) from error
-        return llguidance
-
     @property
     def _num_vocab(self) -> int:
         assert self._tokenizer is not None
@@ -198,7 +170,7 @@ class StructuredOutputs:
         """The tokenizer as llguidance sees it."""
         self._check_tokenizer()
         try:
-            return self._library.hf.from_tokenizer(
+            return import_module("llguidance.hf").from_tokenizer(
                 self._tokenizer, n_vocab=self._num_vocab, eos_token=self._eos_token_ids
             )
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -206,22 +178,3 @@ class StructuredOutputs:
                 f"structured_outputs: expected a model with a fast tokenizer (tokenizer.json), and llguidance cannot "
                 f"read this one ({error})"
             ) from error
-
-
-def reason_of(matcher: Any) -> str:
-    """What is wrong with a matcher, in one short line. llguidance adds its whole state."""
-    first, _, _ = matcher.get_error().partition("<state>")
-    return shown(" ".join(first.split()), most=300)[1:-1]
-
-
-def _schema(given: Any, limits: FormLimits) -> Any:
-    """A schema as plain JSON values."""
-    check_size(given, limits)
-    try:
-        return json.loads(given if isinstance(given, str) else json.dumps(dict(given)), parse_constant=_no_constant)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"structured_outputs: json={shown(given)}: expected a JSON schema; {error}") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,79 @@
+"""A form of answers as llguidance's grammar, and what is wrong with it before there is a model. No torch here."""
+
+import json
+from typing import Any, Final
+
+from trunkattn.engine.config import shown
+from trunkattn.engine.form_limits import FormLimits, check_form, check_size
+from trunkattn.engine.sampling_params import StructuredOutputsParams
+from trunkattn.names import install_command
+
+_LONGEST_REASON: Final = 300
+
+
+def library() -> Any:
+    """The module llguidance, which is imported when the first form is asked for. Raises ImportError."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError(
+            f"structured_outputs needs the package llguidance; {install_command('structured')}"
+        ) from error
+    return llguidance
+
+
+def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> tuple[str, Any, str]:
+    """Name and value of the form that is given, and the form as a grammar.
+
+    Raises:
+        ImportError: llguidance is missing.
+        ValueError: the form is over a limit, or no JSON.
+    """
+    schema = None if form.json is None else _schema(form.json, limits)
+    check_form(form, schema, limits)
+    matcher = library().LLMatcher
+    if form.json is not None:
+        return "json", form.json, matcher.grammar_from_json_schema(json.dumps(schema))
+    if form.json_object:
+        return "json_object", True, matcher.grammar_from_json_schema({"type": "object"})
+    if form.regex is not None:
+        return "regex", form.regex, matcher.grammar_from_regex(form.regex)
+    if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
+        return "choice", form.choice, matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+    return "grammar", form.grammar, matcher.grammar_from_lark(form.grammar)
+
+
+def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
+    """Raises what `StructuredOutputs.start` would raise of a form, as far as no tokenizer is needed to see it."""
+    name, value, grammar = grammar_of(form, limits)
+    failure = library().LLMatcher.validate_grammar(grammar)
+    if failure:
+        raise ValueError(refusal(name, value, _short(failure)))
+
+
+def refusal(name: str, value: Any, reason: str | None) -> str:
+    """The message about a form that cannot be compiled."""
+    return f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {reason}"
+
+
+def reason_of(matcher: Any) -> str:
+    """What is wrong with a matcher, in one short line. llguidance adds its whole state."""
+    return _short(matcher.get_error().partition("<state>")[0])
+
+
+def _short(reason: str) -> str:
+    return shown(" ".join(reason.split()), most=_LONGEST_REASON)[1:-1]
+
+
+def _schema(given: Any, limits: FormLimits) -> Any:
+    """A schema as plain JSON values."""
+    check_size(given, limits)
+    try:
+        return json.loads(given if isinstance(given, str) else json.dumps(dict(given)), parse_constant=_no_constant)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs: json={shown(given)}: expected a JSON schema; {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
