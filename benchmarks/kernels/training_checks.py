@@ -4,7 +4,8 @@
     python -m benchmarks.kernels.training_checks --device cpu
 
 Errors are the largest ones against float64, over those of plain PyTorch in the same dtype. Memory is that of a forward
-and a backward pass of one sequence, beside PyTorch's flash and math back ends.
+and a backward pass of one sequence, beside PyTorch's flash and math back ends. Repeats count the runs with
+`deterministic=True` whose output or gradients differ in a bit from those of the first run.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from torch.nn.attention import SDPBackend
 from benchmarks.kernels.flash_training import plain
 from benchmarks.kernels.training_cells import Inputs, both_passes, random_inputs
 from benchmarks.kernels.training_peers import Shape, ours, torchs
+from benchmarks.kernels.tree_attentions import ours as ours_over_trees
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
+from benchmarks.workloads.training_trees import parse_training_tree
 
 HEAD_DIM = 128
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -28,6 +31,8 @@ MEMORY_HEADS = {"cuda": (8, 128), "cpu": (4, 64)}
 MEMORY_LENGTHS = {"cuda": LENGTHS, "cpu": (512, 1024, 2048, 4096)}
 ERROR_LENGTH = {"cuda": 2048, "cpu": 512}
 ERROR_DTYPES = {"cuda": (torch.float16, torch.bfloat16, torch.float32), "cpu": (torch.bfloat16, torch.float32)}
+REPEATS = {"cuda": 1000, "cpu": 20}
+REPEATED = {"cuda": (2048, "2048 + 16x1024"), "cpu": (128, "32 + 4x16")}  # a length and a tree
 ATTENTIONS = {
     "one_pass": ours(False),
     "deterministic": ours(True),
@@ -111,6 +116,26 @@ def errors(device: str) -> list[dict[str, Any]]:
     return rows
 
 
+def repeats(device: str) -> list[dict[str, Any]]:
+    """How many of many runs of a sequence and of a tree differ from the first one."""
+    length, name = REPEATED[device]
+    heads, head_dim = (8, 2), 64
+    tree = parse_training_tree(name)
+    one = random_inputs((1, length), heads, head_dim, device)
+    packed = random_inputs((tree.num_tokens,), heads, head_dim, device)
+    rows = []
+    for of, attend, inputs in (
+        (f"causal 1x{length}", ATTENTIONS["deterministic"](Shape(True, 1, length, *heads, head_dim), device), one),
+        (name, ours_over_trees(True)(tree, packed), packed),
+    ):
+        first = both_passes(attend, inputs)
+        runs = (both_passes(attend, inputs) for _ in range(REPEATS[device]))
+        different = sum(not all(map(torch.equal, first, run)) for run in runs)
+        rows.append({"of": of, "runs": REPEATS[device], "different": different})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
     """Counts of one head, forward and backward, not causal: matrix products, and bytes that must cross the memory bus.
 
@@ -146,6 +171,7 @@ def main() -> None:
     checks = now | {
         "errors": errors(options.device),
         "memory": memory(options.device),
+        "repeats": repeats(options.device),
         "counted": [counted(length, HEAD_DIM) for length in LENGTHS],
     }
     path = RESULTS / f"{name}.json"

@@ -11,6 +11,7 @@ from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_kernel
 from trunkattn.gpu.tiles import PrefillTile
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.cudnn_trees import intervals
 from trunkattn.training.op import attention as training_op
 from trunkattn.training.op import tables_of
@@ -53,7 +54,7 @@ def own_flash_attention(
 ) -> torch.Tensor:
     """`flash_attention` by kernels of this project, where by default a cuDNN computes."""
     tables = tables_of(tree=None if tree is None else tree.tables(q.device))
-    switches = [int(causal or tree is not None), 0, int(deterministic)]
+    switches = [int(causal or tree is not None), UNLIMITED, int(deterministic)]
     return training_op(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
 
 

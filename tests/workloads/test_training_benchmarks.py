@@ -1,6 +1,7 @@
 """The benchmarks of training on a CPU: their shapes and trees, what is compared with what, and a tiny run of each."""
 
 import math
+from itertools import count
 
 import pytest
 import torch
@@ -135,6 +136,17 @@ def test_errors_are_measured_against_float64(monkeypatch: pytest.MonkeyPatch) ->
     rows = training_checks.errors("cpu")
     assert [row["result"] for row in rows] == ["out", "dq", "dk", "dv"] * 2
     assert all(row["one_pass_over_plain"] < 2 and row["deterministic_over_plain"] < 2 for row in rows[:4])
+
+
+def test_runs_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training_checks.REPEATED, "cpu", (16, "8 + 2x4"))
+    monkeypatch.setitem(training_checks.REPEATS, "cpu", 3)
+    assert [row["different"] for row in training_checks.repeats("cpu")] == [0, 0]
+    calls = count()
+    attend = training_checks.ATTENTIONS["torch_math"]
+    noisy = {"deterministic": lambda shape, device: lambda *leaves: attend(shape, device)(*leaves) + next(calls)}
+    monkeypatch.setattr(training_checks, "ATTENTIONS", noisy)
+    assert [row["different"] for row in training_checks.repeats("cpu")] == [3, 0]
 
 
 @pytest.mark.parametrize(
