@@ -86,7 +86,7 @@ class MainKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(**given: Any) -> None:
             self.launches.append(given | {"grid": grid[0]})
-            batch, heads = given["q_desc"].base.shape[0], self.case.heads[0]
+            batch, heads = given["q_desc"].shape[0], self.case.heads[0]
             tile = given["C"].tile
             rows = given["rows_desc"].base.view(batch, heads, -1, 2, tile.block_m)
             sums = given["dq_desc"].base.view(batch, heads, -1, tile.block_m, tile.dim)
@@ -102,8 +102,10 @@ class MainKernel:
 
     def sequences(self, given: dict[str, Any]) -> list[SimpleNamespace]:
         names = {"q": 0, "k": 1, "v": 1, "dout": 0}
-        tensors = {name: given[f"{name}_desc"].base for name in names}
-        tensors |= {"dk": given["work"].dk[0], "dv": given["work"].dv[0]}
+        descriptors = {name: given[f"{name}_desc"] for name in names}
+        tensors = {name: each.base.as_strided(each.shape, each.strides) for name, each in descriptors.items()}
+        for name in ("k", "v"):
+            tensors[f"d{name}"] = getattr(given["work"], f"d{name}")[0].view(descriptors[name].shape)
         found, begin = [], [0, 0]
         for number, lengths in enumerate(self.case.lengths):
             packed = self.case.packed and self.case.tree is None

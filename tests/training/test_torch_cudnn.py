@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.page.support_matrix import card
 from trunkattn import PrefixTree, flash_attention
@@ -73,13 +73,13 @@ def test_trees_have_a_kernel_of_their_own() -> None:
 def test_outputs_and_gradients(
     causal: bool, lengths: tuple[int, int], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = torch_cudnn.sdpa_kernel
 
-    def elsewhere(backend: SDPBackend) -> Any:
-        assert backend is SDPBackend.CUDNN_ATTENTION
-        return held(SDPBackend.MATH)
+    def elsewhere(q: Any, k: Any, v: Any, keeps_lse: bool, causal: bool, sm_scale: float) -> torch.Tensor:
+        assert keeps_lse
+        groups = num_kv_heads != 4
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale, enable_gqa=groups)
 
-    monkeypatch.setattr(torch_cudnn, "sdpa_kernel", elsewhere)
+    monkeypatch.setattr(torch_cudnn, "_compute", elsewhere)
     torch.manual_seed(0)
     shapes = ((3, lengths[0], 4, 8), (3, lengths[1], num_kv_heads, 8), (3, lengths[1], num_kv_heads, 8))
     leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -94,6 +94,17 @@ def test_outputs_and_gradients(
     )
     for found, right in pairs:
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_torch_is_asked_for_what_its_own_function_asks_for(requires_grad: bool) -> None:
+    """The op is no public interface: tensors without data hold it to what is passed and returned."""
+    q = torch.empty(2, 16, 8, 64, device="meta", dtype=BF16, requires_grad=requires_grad)
+    k = torch.empty(2, 16, 8, 64, device="meta", dtype=BF16)
+    out = torch_cudnn.attend(q, k, k, True, 0.3)
+    assert out.shape == q.shape and out.dtype == BF16 and out.requires_grad is requires_grad
+    schema = str(torch.ops.aten._scaled_dot_product_cudnn_attention.default._schema)
+    assert "attn_bias, bool compute_log_sumexp, float dropout_p=0., bool is_causal=False" in schema
 
 
 def test_a_torch_without_cudnn_reads_nothing() -> None:

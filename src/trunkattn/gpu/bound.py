@@ -3,10 +3,13 @@
 A plan serves all layers of a step, and most of what a launch needs is the same for each of them. Triton's launcher
 looks at every argument again at each call, to find the compiled variant of the kernel that fits. Here the first call
 asks it, and later calls go to that variant. This holds as long as dtypes, strides and alignments stay: `layer_key`.
+
+Training has no plan. There `kept` holds what was settled for tensors of the same kinds (`tensor_kind`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +17,49 @@ from trunkattn.gpu.compiling import is_compiling, launch
 from trunkattn.gpu.layer import Tensors
 
 _ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, and one for others
+_MOST_KEPT: Final = 512  # a few kB each; a model has a few shapes at a time
+
+_Kept = TypeVar("_Kept")
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether Triton compiles for the tensor's address as one of whole 16 bytes."""
+    return tensor.data_ptr() % _ALIGNMENT == 0
+
+
+class TensorKind(NamedTuple):
+    """What a compiled variant and a launch depend on of a tensor. Sizes and strides are arguments of the kernel, and
+    Triton compiles for those that are 1, or multiples of 16."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    aligned: bool
+
+
+def tensor_kind(tensor: torch.Tensor) -> TensorKind:
+    """The kind of a tensor: a launch that was bound for it serves every other tensor of that kind on its device."""
+    return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), is_aligned(tensor))
+
+
+class _Slot:
+    """Room for one value."""
+
+    value: Any = None
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _slot(key: Hashable) -> _Slot:
+    return _Slot()
+
+
+def kept(key: Hashable, make: Callable[[], _Kept]) -> _Kept:
+    """What `make` returned when the key came first, which holds no tensor. The keys that came last are remembered."""
+    slot = _slot(key)
+    if slot.value is None:
+        slot.value = make()
+    found: _Kept = slot.value
+    return found
 
 
 class LayerKey(NamedTuple):
@@ -33,7 +79,7 @@ def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
     return LayerKey(
         tuple([tensor.dtype for tensor in given]),
         tuple([tensor.stride() for tensor in given]),
-        tuple([tensor.data_ptr() % _ALIGNMENT == 0 for tensor in given]),
+        tuple([is_aligned(tensor) for tensor in given]),
         return_lse,
     )
 
@@ -62,7 +108,7 @@ class BoundLaunches:
         layer_names: tuple[str, ...],
         of_layer: Callable[[Tensors], tuple[Any, ...]],
     ) -> None:
-        self._launches = tuple(_Launch(kernel, grid, layer_names) for grid in grids)
+        self._launches = tuple(BoundLaunch(kernel, grid, layer_names) for grid in grids)
         self._of_layer = of_layer
 
     def __call__(self, t: Tensors) -> None:
@@ -72,8 +118,11 @@ class BoundLaunches:
             each(layer)
 
 
-class _Launch:
-    """One of them. The first call goes through Triton, which compiles the kernel or finds it; others do not."""
+class BoundLaunch:
+    """A launch. The first call goes through Triton, which compiles the kernel or finds it; others do not.
+
+    kernel, grid, layer_names: as of `BoundLaunches`.
+    """
 
     def __init__(self, kernel: Any, grid: Grid, layer_names: tuple[str, ...]) -> None:
         self._kernel, self._grid, self._layer_names = kernel, (grid.num_ctas, 1, 1), layer_names
@@ -83,6 +132,7 @@ class _Launch:
         self._positions: tuple[int, ...] = ()
 
     def __call__(self, layer: tuple[Any, ...]) -> None:
+        """Launches the kernel on the caller's current stream. layer: values in the order of layer_names."""
         if self._compiled is None:
             self._first(layer)
             return

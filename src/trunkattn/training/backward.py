@@ -15,10 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.portable.online_softmax import LOG2_E
-from trunkattn.training.backward_keys import KeysTensors, write_key_gradients
-from trunkattn.training.backward_queries import QueriesTensors, write_query_gradients
-from trunkattn.training.common import Width, load_tile, padded_head_dim, with_batch
+from trunkattn.training.backward_keys import KeysTensors, bind_key_gradients
+from trunkattn.training.backward_queries import QueriesTensors, bind_query_gradients
+from trunkattn.training.common import (
+    Batch,
+    Width,
+    arguments,
+    load_tile,
+    padded_head_dim,
+    with_batch,
+    with_last_contiguous,
+    with_tables,
+)
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
 
@@ -80,6 +90,17 @@ def prepare_kernel(
     tl.store(tensors.shift + row_at + m, found.shift, mask=inside)
 
 
+class _Bound(NamedTuple):
+    """Launches that do not depend on the addresses of their tensors, and their batches without tables. None: there is
+    nothing to compute."""
+
+    prepare: BoundLaunch | None
+    keys: BoundLaunch | None
+    keys_batch: Batch
+    queries: BoundLaunch | None
+    queries_batch: Batch
+
+
 def backward(
     gradients: tuple[torch.Tensor, torch.Tensor],
     saved: tuple[torch.Tensor, ...],
@@ -92,31 +113,65 @@ def backward(
 
     deterministic: two kernels, bit-equal over repeated runs; else one pass. tiles: by pass, None for the table's.
     """
-    q, k, v = (with_batch(tensor, sequences) for tensor in saved[:3])
-    out, dout = (with_batch(tensor, sequences).contiguous() for tensor in (saved[3], gradients[0]))
-    lse, dlse = saved[4].contiguous(), gradients[1].contiguous()
-    chosen = {name: card_tile(name, q, v) for name in ("keys", "queries", "one_pass")} | (tiles or {})
+    q, k, v = with_last_contiguous(*saved[:3])
+    rows = [tensor.contiguous() for tensor in (*saved[3:5], *gradients)]
+    out, lse, dout, dlse = rows
+    kinds = [tensor_kind(tensor) for tensor in (q, k, v, *rows)]
+    key = "backward", q.device, *kinds, sequences.kind, deterministic, *(tiles or {}).items()
+    bound = kept(key, lambda: _bind(q, k, v, sequences, deterministic, tiles or {}))
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     make = torch.zeros if sequences.packed else torch.empty
     dk, dv = (make(tensor.shape, dtype=q.dtype, device=q.device) for tensor in (k, v))
     dq = (make if deterministic else torch.zeros)(
         q.shape, dtype=q.dtype if deterministic else torch.float32, device=q.device
     )
-    if q.numel():
-        _prepare(PrepareTensors(out=out, dout=dout, lse=lse, dlse=dlse, delta=delta, shift=shift))
+    if bound.prepare is not None:
+        bound.prepare((PrepareTensors(out=out, dout=dout, lse=lse, dlse=dlse, delta=delta, shift=shift),))
     tensors = KeysTensors(q=q, k=k, v=v, dout=dout, shift=shift, delta=delta, dq=dq, dk=dk, dv=dv)
-    write_key_gradients(tensors, sequences, chosen["keys" if deterministic else "one_pass"], not deterministic)
-    if deterministic:
-        write_query_gradients(QueriesTensors(*tensors[:7]), sequences, chosen["queries"])
-    dq = dq.to(q.dtype)
-    dsinks = sequences.sink_gradients(delta, lse)
-    return (dq, dk, dv, dsinks) if sequences.has_batch else (dq[0], dk[0], dv[0], dsinks)
+    if bound.keys is not None:
+        bound.keys((tensors, with_tables(bound.keys_batch, sequences)))
+    if bound.queries is not None:
+        bound.queries((QueriesTensors(*tensors[:7]), with_tables(bound.queries_batch, sequences)))
+    return dq.to(q.dtype), dk, dv, sequences.sink_gradients(delta, lse)
 
 
-def _prepare(tensors: PrepareTensors) -> None:
-    batch, seqlen_q, heads, head_dim = tensors.out.shape
-    block = 16 if tensors.out.dtype == torch.float32 else 64
-    num_blocks = -(-seqlen_q // block)
-    prepare_kernel[(num_blocks * heads * batch,)](
-        tensors, seqlen_q, heads, num_blocks, WIDTH=Width(head_dim, padded_head_dim(head_dim)), BLOCK=block, num_warps=4
+def _bind(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences,
+    deterministic: bool,
+    tiles: dict[str, FlashTile],
+) -> _Bound:
+    """The launches for tensors and sequences of these kinds."""
+    name = "keys" if deterministic else "one_pass"
+    keys_tile, queries_tile = (tiles.get(each) or card_tile(each, q, v) for each in (name, "queries"))
+    q, k, v = (with_batch(tensor, sequences) for tensor in (q, k, v))
+    keys_blocks = sequences.blocks(sequences.cu_seqlens_k, k.shape[1], keys_tile.block_n)
+    queries_blocks = sequences.blocks(sequences.cu_seqlens_q, q.shape[1], queries_tile.block_m)
+    keys = arguments(q, k, v, sequences, keys_tile, keys_blocks)
+    queries = arguments(q, k, v, sequences, queries_tile, queries_blocks)
+    has_queries, has_keys = q.numel() > 0, k.numel() > 0
+    writes_queries = deterministic and has_queries and queries_blocks > 0
+    return _Bound(
+        prepare=_bind_prepare(q, v.shape[-1]) if has_queries else None,
+        keys=bind_key_gradients(keys, k, keys_tile, not deterministic) if has_keys and keys_blocks else None,
+        keys_batch=keys.batch,
+        queries=bind_query_gradients(queries, q, queries_tile) if writes_queries else None,
+        queries_batch=queries.batch,
     )
+
+
+def _bind_prepare(q: torch.Tensor, head_dim_v: int) -> BoundLaunch:
+    batch, seqlen_q, heads, _ = q.shape
+    block = 16 if q.dtype == torch.float32 else 64
+    num_blocks = -(-seqlen_q // block)
+    fixed = {
+        "seqlen_q": seqlen_q,
+        "num_qo_heads": heads,
+        "num_blocks": num_blocks,
+        "WIDTH": Width(head_dim_v, padded_head_dim(head_dim_v)),
+        "BLOCK": block,
+        "num_warps": 4,
+    }
+    return BoundLaunch(prepare_kernel, Grid(num_blocks * heads * batch, fixed), ("tensors",))

@@ -5,15 +5,18 @@ A CTA holds a block of keys and values and streams the queries that see it.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.bound import BoundLaunch
 from trunkattn.training.common import (
+    Arguments,
     Batch,
     Ranges,
     Scales,
     Strides,
-    arguments,
+    bind_pass,
     find_sequence,
     load_tile,
     logits_of,
@@ -23,7 +26,6 @@ from trunkattn.training.common import (
     store_tile,
     through_cap,
 )
-from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
 
@@ -269,20 +271,8 @@ def keys_kernel(
     store_tile(dv_head, first, v_stride, len_k, state.dv, VALUES)
 
 
-def write_key_gradients(tensors: KeysTensors, sequences: Sequences, tile: FlashTile, one_pass: bool) -> None:
-    """Writes dk and dv; in one pass it also adds to dq, float32 zeros."""
-    batch, seqlen_k, num_kv_heads, _ = tensors.k.shape
-    num_blocks = sequences.blocks(sequences.cu_seqlens_k, seqlen_k, tile.block_n)
-    if tensors.k.numel() and num_blocks:
-        given = arguments(tensors.q, tensors.k, tensors.v, sequences, tile, num_blocks)
-        keys_kernel[(num_blocks * num_kv_heads * batch,)](
-            tensors,
-            given.batch,
-            given.scales,
-            given.strides,
-            SHAPE=given.shape,
-            TILE=tile,
-            VARIANT=given.variant._replace(sinks=False, one_pass=one_pass),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+def bind_key_gradients(given: Arguments, k: torch.Tensor, tile: FlashTile, one_pass: bool) -> BoundLaunch:
+    """The launch that writes dk and dv of k [batch, ...]; in one pass it also adds to dq, float32 zeros."""
+    num_ctas = given.batch.num_blocks * k.shape[2] * k.shape[0]
+    variant = given.variant._replace(sinks=False, one_pass=one_pass)
+    return bind_pass(keys_kernel, num_ctas, given, tile, variant)

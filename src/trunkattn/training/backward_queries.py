@@ -5,14 +5,17 @@ A CTA holds a block of queries and streams the keys that it sees.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.bound import BoundLaunch
 from trunkattn.training.common import (
+    Arguments,
     Batch,
     Scales,
     Strides,
-    arguments,
+    bind_pass,
     depths_of,
     find_queries,
     load_tile,
@@ -27,7 +30,6 @@ from trunkattn.training.common import (
     through_cap,
     visible_keys,
 )
-from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
 
@@ -152,20 +154,7 @@ def queries_kernel(
     store_tile(dq_head, first, q_stride, length, dq * scales.sm_scale, KEYS)
 
 
-def write_query_gradients(tensors: QueriesTensors, sequences: Sequences, tile: FlashTile) -> None:
-    """Writes dq."""
-    batch, seqlen_q, heads, _ = tensors.q.shape
-    num_blocks = sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m)
-    if tensors.q.numel() and num_blocks:
-        given = arguments(tensors.q, tensors.k, tensors.v, sequences, tile, num_blocks)
-        queries_kernel[(num_blocks * heads * batch,)](
-            tensors,
-            given.batch,
-            given.scales,
-            given.strides,
-            SHAPE=given.shape,
-            TILE=tile,
-            VARIANT=given.variant._replace(sinks=False, even_q=False),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+def bind_query_gradients(given: Arguments, q: torch.Tensor, tile: FlashTile) -> BoundLaunch:
+    """The launch that writes dq of q [batch, ...]."""
+    num_ctas = given.batch.num_blocks * q.shape[2] * q.shape[0]
+    return bind_pass(queries_kernel, num_ctas, given, tile, given.variant._replace(sinks=False, even_q=False))

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.bound import BoundLaunch, Grid
 from trunkattn.gpu.portable.online_softmax import LOG2_E, soft_capped
 from trunkattn.numerics import padded_head_dim
 from trunkattn.training.sequences import Sequences, TreeTables
@@ -334,15 +335,12 @@ class Arguments(NamedTuple):
 def arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile, num_blocks: int
 ) -> Arguments:
-    """Returns the arguments of the kernels for q, k and v with a batch dimension."""
+    """Returns the arguments of the kernels for q, k and v with a batch dimension, without tables."""
     seqlen_q, seqlen_k, packed = q.shape[1], k.shape[1], sequences.packed
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
-    tables = dict.fromkeys(TreeTables._fields) if sequences.tree is None else sequences.tree._asdict()
     return Arguments(
         Batch(
-            cu_seqlens_q=sequences.cu_seqlens_q,
-            cu_seqlens_k=sequences.cu_seqlens_k,
-            **tables,
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *TreeTables._fields)),
             window=sequences.window_within(seqlen_q + seqlen_k),
             num_sequences=num_sequences,
             seqlen_q=seqlen_q,
@@ -366,13 +364,40 @@ def arguments(
     )
 
 
+def bind_pass(kernel: Any, num_ctas: int, given: Arguments, tile: FlashTile, variant: Variant) -> BoundLaunch:
+    """The launch of a kernel of a pass, which brings its tensors and the batch."""
+    fixed = {
+        "scales": given.scales,
+        "strides": given.strides,
+        "SHAPE": given.shape,
+        "TILE": tile,
+        "VARIANT": variant,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return BoundLaunch(kernel, Grid(num_ctas, fixed), ("tensors", "batch"))
+
+
+def with_tables(batch: Batch, sequences: Sequences) -> Batch:
+    """The batch with the tables of the sequences."""
+    if sequences.tree is not None:
+        return batch._replace(**sequences.tree._asdict())
+    if sequences.packed:
+        return batch._replace(cu_seqlens_q=sequences.cu_seqlens_q, cu_seqlens_k=sequences.cu_seqlens_k)
+    return batch
+
+
 def attention_shape(group_size: int, head_dims: tuple[int, int], dtype: torch.dtype) -> Shape:
     """The constants of an attention. head_dims: of keys and of values."""
     keys, values = (Width(head_dim, padded_head_dim(head_dim)) for head_dim in head_dims)
     return Shape(group_size, keys, values, "ieee" if dtype == torch.float32 else "tf32")
 
 
+def with_last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, or copies of those whose last dimension is not contiguous."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
 def with_batch(tensor: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] with a contiguous last dimension; packed tensors and trees are a batch of 1."""
-    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """[batch, tokens, heads, head_dim]; packed tensors and trees are a batch of 1."""
     return tensor if sequences.has_batch else tensor.unsqueeze(0)

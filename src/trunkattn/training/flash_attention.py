@@ -1,7 +1,8 @@
 """FlashAttention for training (https://arxiv.org/abs/2205.14135): exact attention that never stores the scores."""
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +14,10 @@ from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
 from trunkattn.training.op import attention, tables_of
 from trunkattn.training.prefix_tree import PrefixTree
+
+# Arguments that may stand in the way of a kernel that computes both passes
+_NOT_IN_TREES: Final = ("sliding_window", "logits_soft_cap", "sinks", "deterministic")
+_NOT_IN_BATCHES: Final = (*_NOT_IN_TREES, "cu_seqlens_q", "return_lse")
 
 
 def flash_attention(
@@ -121,17 +126,18 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
     whole."""
     if not q.is_cuda or torch.compiler.is_compiling():
         return None
-    tree, card = options.tree, card_at(q.device)
-    names = ["sliding_window", "logits_soft_cap", "sinks", "deterministic"]
-    names += [] if tree is not None else ["cu_seqlens_q", "return_lse"]
+    tree = options.tree
+    names = _NOT_IN_TREES if tree is not None else _NOT_IN_BATCHES
     given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
     if tree is None and options.causal and q.shape[1] != k.shape[1]:
         given.append("causal over seqlen_k unlike seqlen_q")
     config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], tuple(given))
-    if tree is None:
-        return choose(Work.BATCH, config, card).kernel
-    found: Kernel | None = tree.cached((config, q.device), lambda: choose(Work.TREE, config, card).kernel)
-    return found
+    return _chosen(Work.BATCH if tree is None else Work.TREE, config, q.device)
+
+
+@lru_cache
+def _chosen(work: Work, config: spec.TrainingConfig, device: torch.device) -> Kernel | None:
+    return choose(work, config, card_at(device)).kernel
 
 
 def _autocast(tensor: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.bound import BoundLaunch, kept, tensor_kind
 from trunkattn.gpu.portable.online_softmax import (
     LOG2_E,
     NEG_INF,
@@ -28,6 +29,7 @@ from trunkattn.training.common import (
     Scales,
     Strides,
     arguments,
+    bind_pass,
     depths_of,
     find_queries,
     load_tile,
@@ -40,6 +42,8 @@ from trunkattn.training.common import (
     store_tile,
     visible_keys,
     with_batch,
+    with_last_contiguous,
+    with_tables,
 )
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
@@ -160,6 +164,15 @@ def forward_kernel(
     tl.store(tensors.lse + row + m, lse_of(state, -float("inf")), mask=m < length)
 
 
+class _Bound(NamedTuple):
+    """What a call does that does not depend on the addresses of its tensors. launch: None if there is nothing to
+    compute. batch: without its tables."""
+
+    launch: BoundLaunch | None
+    batch: Batch
+    lse_shape: tuple[int, ...]
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,27 +181,31 @@ def forward(
 
     tile: None for the table's.
     """
-    name = "forward" if sequences.tree is None else "forward_tree"
-    tile = card_tile(name, q, v) if tile is None else tile
-    q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
-    batch, seqlen_q, heads, _ = q4.shape
-    out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
+    q, k, v = with_last_contiguous(q, k, v)
+    key = "forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
+    bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
     if sequences.packed:  # tokens of no sequence are nobody's
         out.zero_()
         lse.fill_(-torch.inf)
+    if bound.launch is not None:
+        tensors = ForwardTensors(q=q, k=k, v=v, out=out, lse=lse, sinks=sequences.sinks)
+        bound.launch((tensors, with_tables(bound.batch, sequences)))
+    return out, lse
+
+
+def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None) -> _Bound:
+    """The launch for tensors and sequences of these kinds."""
+    name = "forward" if sequences.tree is None else "forward_tree"
+    tile = card_tile(name, q, v) if tile is None else tile
+    q, k, v = (with_batch(tensor, sequences) for tensor in (q, k, v))
+    batch, seqlen_q, heads, _ = q.shape
     num_blocks = sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m)
-    if out.numel() and num_blocks:
-        given = arguments(q4, k4, v4, sequences, tile, num_blocks)
-        forward_kernel[(num_blocks * heads * batch,)](
-            ForwardTensors(q=q4, k=k4, v=v4, out=out, lse=lse, sinks=sequences.sinks),
-            given.batch,
-            given.scales,
-            given.strides,
-            SHAPE=given.shape,
-            TILE=tile,
-            VARIANT=given.variant,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return (out, lse) if sequences.has_batch else (out[0], lse[0])
+    given = arguments(q, k, v, sequences, tile, num_blocks)
+    is_empty = 0 in (batch, seqlen_q, v.shape[-1], num_blocks)
+    return _Bound(
+        launch=None if is_empty else bind_pass(forward_kernel, num_blocks * heads * batch, given, tile, given.variant),
+        batch=given.batch,
+        lse_shape=(batch, heads, seqlen_q) if sequences.has_batch else (heads, seqlen_q),
+    )

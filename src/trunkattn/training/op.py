@@ -7,6 +7,9 @@ one only, and PyTorch takes longer to call one that has:
     table_0 to table_3: `tables_of`.
     switches: causal, sliding_window (`UNLIMITED` for none) and deterministic, which is for the backward pass.
     soft_cap: 0 for none.
+
+`torch.library.custom_op` looks at the schema and at all results again at each call, which takes longer than a small
+attention. So these ops are defined with less: `impl` for each device, and autograd by a function of our own.
 """
 
 import math
@@ -16,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.library import custom_op
+from torch import library
 
-from trunkattn.gpu.cards import Card, card_at
+from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose, portable_kernel
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
@@ -37,7 +40,11 @@ def tables_of(
 
 
 def _sequences(
-    sinks: torch.Tensor | None, tables: Tables, switches: list[int], sm_scale: float, soft_cap: float
+    sinks: torch.Tensor | None,
+    tables: tuple[torch.Tensor | None, ...],
+    switches: list[int],
+    sm_scale: float,
+    soft_cap: float,
 ) -> Sequences:
     """The arguments of an op by their names."""
     causal, window, _ = switches
@@ -60,22 +67,21 @@ def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType
     cannot read them. options: as of a `TrainingConfig`."""
     q, _, v = tensors
     config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options)
-    source, portable = _sources(work, config, card_at(q.device))
+    source, portable = _sources(work, config, q.device)
     return source if source is portable or source.reads(*tensors) else portable
 
 
 @lru_cache
-def _sources(work: Work, config: spec.TrainingConfig, card: Card) -> tuple[ModuleType, ModuleType]:
+def _sources(work: Work, config: spec.TrainingConfig, device: torch.device) -> tuple[ModuleType, ModuleType]:
     """The source of the kernel of the table, and of the one that stands in for it."""
-    choice = choose(work, config, card)
+    choice = choose(work, config, card_at(device))
     if choice.kernel is None:
         *_, reasons = choice.passed_over.values()  # of the one that refuses least
         raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(reasons)}")
     return choice.kernel.source(), portable_kernel(work).source()
 
 
-@custom_op("trunkattn::flash_attention", mutates_args=())
-def attention(
+def _forward_cpu(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -90,10 +96,6 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
     given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
-    if q.is_cuda:
-        forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
-        with torch.cuda.device(q.device):  # launches go to the current device
-            return forward(q, k, v, given)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=sums_dtype(q), device=q.device)
     lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
     for rows, sequence in _cpu_sequences((q, k, v), given):
@@ -103,14 +105,20 @@ def attention(
     return out.to(q.dtype), lse.transpose(-1, -2).contiguous()
 
 
-@attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
+def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *rest: Any) -> Pair:
+    given = _sequences(sinks, rest[:4], *rest[4:])
+    forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
+    with torch.cuda.device(q.device):  # launches go to the current device
+        found: Pair = forward(q, k, v, given)
+    return found
+
+
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
     lse = torch.empty_like(q[..., 0].transpose(-1, -2), dtype=sums_dtype(q), memory_format=torch.contiguous_format)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
-@custom_op("trunkattn::flash_attention_backward", mutates_args=())
-def _backward(
+def _backward_cpu(
     dout: torch.Tensor,
     dlse: torch.Tensor,
     q: torch.Tensor,
@@ -129,12 +137,6 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv and dsinks, which is empty without sinks."""
     given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
-    if q.is_cuda:
-        deterministic = bool(switches[2])
-        options = given.options + ("deterministic",) * deterministic
-        backward = _kernel(Work.BACKWARD, (q, k, v), options).backward
-        with torch.cuda.device(q.device):
-            return backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
     heads = q.shape[-2]
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
@@ -149,27 +151,20 @@ def _backward(
     return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
 
 
-@_backward.register_fake
-def _(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, out, lse, sinks, *options = rest
+    given = _sequences(sinks, tuple(options[:4]), *options[4:])
+    deterministic = bool(options[4][2])
+    backward = _kernel(Work.BACKWARD, (q, k, v), given.options + ("deterministic",) * deterministic).backward
+    with torch.cuda.device(q.device):
+        found: tuple[torch.Tensor, ...] = backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
+    return found
+
+
+def _backward_fake(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, _, lse, sinks, *_ = saved
     dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
     return dq, dk, dv, lse.new_empty(0 if sinks is None else sinks.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    *tensors, _, _, _ = inputs
-    ctx.options = inputs[-3:]
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-
-
-def _gradients(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # checkpointing unpacks them once
-    dq, dk, dv, dsinks = _backward(dout, dlse, *saved, *ctx.options)
-    sinks = saved[5]
-    return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *(None,) * 7
-
-
-attention.register_autograd(_gradients, setup_context=_save)
 
 
 def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,8 +182,70 @@ def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-attention.register_vmap(_one_by_one(attention))
-_backward.register_vmap(_one_by_one(_backward))
+def _define(name: str, cpu: Callable[..., Any], gpu: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The op of that name with the parameters of its function for a CPU."""
+    library.define(name, library.infer_schema(cpu, mutates_args=()))
+    library.impl(name, "cpu")(cpu)
+    library.impl(name, "cuda")(gpu)
+    library.register_fake(name, fake)
+    op = getattr(torch.ops.trunkattn, name.split("::")[1]).default
+    library.register_vmap(name, _one_by_one(op))
+    return op
+
+
+attention: Callable[..., Pair] = _define("trunkattn::flash_attention", _forward_cpu, _forward_gpu, _forward_fake)
+_backward: Callable[..., Any] = _define(
+    "trunkattn::flash_attention_backward", _backward_cpu, _backward_gpu, _backward_fake
+)
+
+
+def _below_autograd(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*given)
+
+
+class _Attention(torch.autograd.Function):
+    """`attention` with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Pair:
+        found: Pair = _below_autograd(attention, given)
+        ctx.options = given[-3:]
+        ctx.save_for_backward(*given[:3], *found, *given[3:8])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # checkpointing unpacks them once
+        dq, dk, dv, dsinks = _backward(dout, dlse, *saved, *ctx.options)
+        sinks = saved[5]
+        return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *(None,) * 7
+
+
+class _Gradients(torch.autograd.Function):
+    """`_backward`, which has no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        return _below_autograd(_backward, given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "trunkattn::flash_attention_backward has no gradients: expected first derivatives only, as recomputation"
+            " gives no others; use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
+        )
+
+
+@library.impl("trunkattn::flash_attention", "Autograd")
+def _(*given: Any) -> Pair:
+    found: Pair = _Attention.apply(*given) if torch.is_grad_enabled() else _below_autograd(attention, given)
+    return found
+
+
+@library.impl("trunkattn::flash_attention_backward", "Autograd")
+def _(*given: Any) -> Any:
+    return _Gradients.apply(*given) if torch.is_grad_enabled() else _below_autograd(_backward, given)
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:

@@ -1,10 +1,12 @@
 """What is attended to in training, for every kernel. Triton is not imported here."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
+from trunkattn.gpu.bound import is_aligned
 from trunkattn.planner.work_list import UNLIMITED
 
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
@@ -59,6 +61,14 @@ class Sequences:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """What a bound launch depends on of them, besides q, k and v: launches of kernels that were bound for some
+        sequences compute others of the same kind."""
+        tensors = (self.sinks, self.cu_seqlens_q, self.cu_seqlens_k, *(self.tree or ()))
+        kinds = [None if tensor is None else (tensor.dtype, tensor.shape[0], is_aligned(tensor)) for tensor in tensors]
+        return self.causal, self.sm_scale, self.sliding_window, self.soft_cap, *kinds
 
     @property
     def packed(self) -> bool:

@@ -1,28 +1,37 @@
 """Attention over sequences of one length by the cuDNN that PyTorch brings, which computes both passes on Hopper and
-Blackwell: `torch.nn.functional.scaled_dot_product_attention`, held to that back end."""
+Blackwell: what `torch.nn.functional.scaled_dot_product_attention` calls once it has chosen that back end.
+
+It is called directly, because `torch.nn.attention.sdpa_kernel` sets the back ends of the whole process and back at each
+call, which takes longer than a small attention.
+"""
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def reads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
     """Whether this PyTorch takes the tensors [batch, seqlen, heads, head_dim] there. It does not without cuDNN, for
     strides that cuDNN does not read, and after `torch.backends.cuda.enable_cudnn_sdp(False)`."""
-    heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    params = SDPAParams(*heads_first, None, 0.0, causal, _has_groups(q, k))
+    has_groups = q.shape[2] != k.shape[2]
+    params = SDPAParams(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, causal, has_groups)
     return min(q.numel(), k.numel()) > 0 and can_use_cudnn_attention(params)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float) -> torch.Tensor:
     """out [batch, seqlen_q, num_qo_heads, head_dim of v] of checked tensors, with gradients. causal: seqlen_q is
     seqlen_k, because elsewhere the first query of PyTorch sees the first key, and here the last sees the last."""
+    keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = scaled_dot_product_attention(*heads_first, is_causal=causal, scale=sm_scale, enable_gqa=_has_groups(q, k))
+    out = _compute(*heads_first, keeps_lse, causal, sm_scale)
     return out.transpose(1, 2).contiguous()
 
 
-def _has_groups(q: torch.Tensor, k: torch.Tensor) -> bool:
-    return q.shape[2] != k.shape[2]
+def _compute(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keeps_lse: bool, causal: bool, sm_scale: float
+) -> torch.Tensor:
+    """out of tensors [batch, heads, seqlen, head_dim]. keeps_lse: for the backward pass."""
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, keeps_lse, 0.0, causal, scale=sm_scale
+    )
+    out: torch.Tensor = found[0]
+    return out

@@ -9,15 +9,26 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.spec import BOX_DIMS
 from trunkattn.numerics import LN_2
 from trunkattn.training.backward import row_values
-from trunkattn.training.common import Width, arguments, find_sequence, span, store_tile, with_batch
+from trunkattn.training.common import (
+    Arguments,
+    Batch,
+    Width,
+    arguments,
+    find_sequence,
+    span,
+    store_tile,
+    with_batch,
+    with_last_contiguous,
+    with_tables,
+)
+from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
-from trunkattn.training.hopper.common import tma_descriptor
 from trunkattn.training.hopper.key_blocks import BackwardConstants, BackwardTile, KeyWork, backward_tile
 from trunkattn.training.hopper.key_gradients import consume_narrow, narrow_memory
 from trunkattn.training.hopper.key_loads import DQ_BOX, allocate, produce
@@ -29,6 +40,10 @@ _SECTION_BYTES: Final = 8 * 2**20  # what CTAs that run at the same time stream,
 _CTAS_OF_AN_SM: Final = 4
 REGISTERS: Final = 168  # of a thread at launch
 _CONSUMER_REGISTERS = gl.constexpr(240)
+_SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
+_ROWS_LAYOUT: Final = gl.NVMMASharedLayout(0, 32, 2)
+_ROWS: Final = ("tensors", "batch")  # what each call brings to the first and to the last kernel, and to the main one
+_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_desc", "work", "batch")
 
 
 class RowsTensors(NamedTuple):
@@ -155,6 +170,33 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc
         )
 
 
+class _Maps(NamedTuple):
+    """The descriptors of the main kernel, but for their tensors."""
+
+    q: TensorMap
+    k: TensorMap
+    v: TensorMap
+    dout: TensorMap
+    dq_sums: TensorMap
+    rows: TensorMap
+
+
+class _Bound(NamedTuple):
+    """What a call does that does not depend on the addresses of its tensors. prepare, main, write_dq: None if there is
+    nothing to compute. batch, row_batch: without tables. work: without tensors. parts: of a group of query heads."""
+
+    prepare: BoundLaunch | None
+    main: BoundLaunch | None
+    write_dq: BoundLaunch | None
+    maps: _Maps
+    batch: Batch
+    row_batch: RowsBatch
+    work: KeyWork
+    parts: int
+    rows_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...]
+
+
 def backward(
     gradients: tuple[torch.Tensor, torch.Tensor],
     saved: tuple[torch.Tensor, ...],
@@ -164,39 +206,37 @@ def backward(
     """dq, dk, dv and dsinks, as of `training.backward.backward` in one pass. Nothing here is deterministic: sums of dq
     depend on the order of CTAs."""
     assert not deterministic
-    q, k, v = (with_batch(tensor, sequences) for tensor in saved[:3])
-    out, dout = (with_batch(tensor, sequences).contiguous() for tensor in (saved[3], gradients[0]))
+    q, k, v = with_last_contiguous(*saved[:3])
+    out, lse, dout, dlse = (tensor.contiguous() for tensor in (*saved[3:5], *gradients))
     dout = dout if reads(dout) else dout.clone()
-    lse, dlse = saved[4].contiguous(), gradients[1].contiguous()
+    kinds = [tensor_kind(tensor) for tensor in (q, k, v, out, lse, dout, dlse)]
+    bound = kept(("hopper backward", q.device, *kinds, sequences.kind), lambda: _bind(q, k, v, dout, sequences))
     make = torch.zeros if sequences.packed else torch.empty
-    tile = backward_tile(q.shape[-1], v.shape[-1])
-    parts = _parts(k, q.shape[2], sequences, tile)
     dq = make(q.shape, dtype=q.dtype, device=q.device)
+    parts = bound.parts
     dtype = q.dtype if parts == 1 else torch.float32
     dk, dv = (make((parts, *tensor.shape), dtype=dtype, device=q.device) for tensor in (k, v))
-    batch, seqlen_q, num_qo_heads, head_dim = q.shape
-    num_blocks = sequences.blocks(sequences.cu_seqlens_q, seqlen_q, tile.block_m)
-    row_blocks = batch * num_qo_heads * num_blocks
-    rows = torch.empty(row_blocks * 2, tile.block_m, dtype=torch.float32, device=q.device)
-    dq_sums = torch.empty(row_blocks * tile.block_m, tile.dim, dtype=torch.float32, device=q.device)
+    rows = torch.empty(bound.rows_shape, dtype=torch.float32, device=q.device)
+    dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
     tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, dq=dq)
     if sequences.tree is not None and sequences.sliding_window is not None:
-        block_depths = torch.empty(num_blocks, dtype=torch.int32, device=q.device)
+        block_depths = torch.empty(bound.row_batch.num_blocks, dtype=torch.int32, device=q.device)
         tensors = tensors._replace(depths=sequences.tree.depths, block_depths=block_depths)
-    sums = sequences.cu_seqlens_q
-    given = RowsBatch(sums, 0 if sums is None else len(sums) - 1, seqlen_q, num_qo_heads, num_blocks)
-    constants = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
-    if row_blocks:
-        prepare_rows_kernel[(row_blocks,)](tensors, given, WIDTH=Width(v.shape[-1], tile.dim_v), **constants)
-        _launch((q, k, v, dout), tensors, (dk, dv), sequences, tile)
-        widths = Width(head_dim, tile.dim)
-        write_dq_kernel[(row_blocks,)](tensors, given, sequences.sm_scale, WIDTH=widths, **constants)
+    row_batch = bound.row_batch._replace(cu_seqlens_q=sequences.cu_seqlens_q)
+    if bound.prepare is not None:
+        bound.prepare((tensors, row_batch))
+    if bound.main is not None:
+        descriptors = [each.of(base) for each, base in zip(bound.maps, (q, k, v, dout, dq_sums, rows), strict=True)]
+        work = bound.work._replace(dk=dk, dv=dv, block_depths=tensors.block_depths)
+        bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
+    if bound.write_dq is not None:
+        bound.write_dq((tensors, row_batch))
     dk, dv = (part[0] if parts == 1 else part.sum(0).to(q.dtype) for part in (dk, dv))
     dsinks = lse.new_empty(0)
     if sequences.sinks is not None:
-        shift, delta = rows.view(batch, num_qo_heads, num_blocks, 2, tile.block_m).unbind(3)
+        shift, delta = rows.unbind(3)
         dsinks = sequences.sink_gradients(delta.flatten(2), shift.flatten(2) * LN_2)
-    return (dq, dk, dv, dsinks) if sequences.has_batch else (dq[0], dk[0], dv[0], dsinks)
+    return dq, dk, dv, dsinks
 
 
 def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: BackwardTile) -> int:
@@ -210,31 +250,53 @@ def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: Backw
     return next((parts for parts in divisors if ctas * parts >= wanted), group_size)
 
 
-def _launch(
-    inputs: tuple[torch.Tensor, ...],
-    tensors: RowsTensors,
-    gradients: tuple[torch.Tensor, torch.Tensor],
-    sequences: Sequences,
-    tile: BackwardTile,
-) -> None:
-    """Adds to dq_sums, and writes dk and dv, the gradients, of inputs: q, k, v and dout."""
-    q, k, v, dout = inputs
+def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences) -> _Bound:
+    """The launches for tensors and sequences of these kinds."""
+    q, k, v, dout = (with_batch(tensor, sequences) for tensor in (q, k, v, dout))
+    tile = backward_tile(q.shape[-1], v.shape[-1])
+    batch, seqlen_q, num_qo_heads, head_dim = q.shape
+    parts = _parts(k, num_qo_heads, sequences, tile)
+    sums = sequences.cu_seqlens_q
+    num_blocks = sequences.blocks(sums, seqlen_q, tile.block_m)
+    row_blocks = batch * num_qo_heads * num_blocks
+    fixed = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
+    of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
+    of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
+    main, given, work = _bind_main(q, k, v, parts, sequences, tile)
+    return _Bound(
+        prepare=BoundLaunch(prepare_rows_kernel, Grid(row_blocks, of_dout), _ROWS) if row_blocks else None,
+        main=main if row_blocks else None,
+        write_dq=BoundLaunch(write_dq_kernel, Grid(row_blocks, of_q), _ROWS) if row_blocks else None,
+        maps=_Maps(
+            q=tensor_map(q, tile.block_m, BOX_DIMS),
+            k=tensor_map(k, WARPGROUP_ROWS.value, BOX_DIMS),
+            v=tensor_map(v, WARPGROUP_ROWS.value, BOX_DIMS),
+            dout=tensor_map(dout, tile.block_m, BOX_DIMS),
+            dq_sums=TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT),
+            rows=TensorMap([row_blocks * 2, tile.block_m], [tile.block_m, 1], [2, tile.block_m], _ROWS_LAYOUT),
+        ),
+        batch=given.batch,
+        row_batch=RowsBatch(None, 0 if sums is None else len(sums) - 1, seqlen_q, num_qo_heads, num_blocks),
+        work=work._replace(num_row_blocks=num_blocks),
+        parts=parts,
+        rows_shape=(batch, num_qo_heads, num_blocks, 2, tile.block_m),
+        sums_shape=(row_blocks * tile.block_m, tile.dim),
+    )
+
+
+def _bind_main(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: int, sequences: Sequences, tile: BackwardTile
+) -> tuple[BoundLaunch | None, Arguments, KeyWork]:
+    """The launch that adds to dq_sums and writes dk and dv, None without keys; and what it brings, without tensors."""
     seqlen_q, num_qo_heads = q.shape[1:3]
     batch, seqlen_k, num_kv_heads, _ = k.shape
-    parts, group_size = len(gradients[0]), num_qo_heads // num_kv_heads
+    group_size = num_qo_heads // num_kv_heads
     num_blocks = sequences.blocks(sequences.cu_seqlens_k, seqlen_k, tile.block_n)
     num_runs = batch * num_kv_heads * parts
     blocks = FlashTile(tile.block_m, tile.block_n, 9, tile.num_stages)
     given = arguments(q, k, v, sequences, blocks, num_blocks)
     head_bytes = seqlen_q * (4 * tile.dim + 2 * tile.dim + 2 * tile.dim_v)
-    work = KeyWork(
-        dk=gradients[0],
-        dv=gradients[1],
-        block_depths=tensors.block_depths,
-        num_runs=num_runs,
-        section=num_runs if sequences.tree is not None else min(num_runs, max(1, _SECTION_BYTES // head_bytes)),
-        num_row_blocks=len(tensors.rows) // (2 * batch * num_qo_heads),
-    )
+    section = num_runs if sequences.tree is not None else min(num_runs, max(1, _SECTION_BYTES // head_bytes))
     constants = BackwardConstants(
         tile=tile,
         variant=given.variant._replace(even_q=False, sinks=False),
@@ -243,18 +305,6 @@ def _launch(
         group_size=group_size,
         members=group_size // parts,
     )
-    if num_blocks:
-        hopper_backward_kernel[(num_blocks * num_runs,)](
-            q_desc=tma_descriptor(q, tile.block_m, BOX_DIMS),
-            k_desc=tma_descriptor(k, WARPGROUP_ROWS.value, BOX_DIMS),
-            v_desc=tma_descriptor(v, WARPGROUP_ROWS.value, BOX_DIMS),
-            dout_desc=tma_descriptor(dout, tile.block_m, BOX_DIMS),
-            dq_desc=TensorDescriptor.from_tensor(tensors.dq_sums, [*DQ_BOX], gl.NVMMASharedLayout(128, 32, 2)),
-            rows_desc=TensorDescriptor.from_tensor(tensors.rows, [2, tile.block_m], gl.NVMMASharedLayout(0, 32, 2)),
-            work=work,
-            batch=given.batch,
-            scales=given.scales,
-            C=constants,
-            num_warps=4,
-            maxnreg=REGISTERS,
-        )
+    fixed = {"scales": given.scales, "C": constants, "num_warps": 4, "maxnreg": REGISTERS}
+    launch = BoundLaunch(hopper_backward_kernel, Grid(num_blocks * num_runs, fixed), _BROUGHT) if num_blocks else None
+    return launch, given, KeyWork(None, None, None, num_runs, section, num_row_blocks=0)

@@ -1,6 +1,6 @@
 """TMA for the training kernels of Hopper: which tensors it reads, and how."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -37,11 +37,24 @@ class _ReadableTensor(TensorDescriptor):
         pass
 
 
-def tma_descriptor(tensor: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """The descriptor of a tensor [batch, tokens, heads, head_dim] that TMA reads, for boxes of `rows` tokens of a head,
+class TensorMap(NamedTuple):
+    """All of a descriptor but the tensor, as `TensorDescriptor` has it."""
+
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    layout: gl.NVMMASharedLayout
+
+    def of(self, tensor: torch.Tensor) -> TensorDescriptor:
+        """The descriptor of a tensor that TMA reads, whose elements lie as the map says, whatever its own shape is."""
+        return _ReadableTensor(tensor, self.shape, self.strides, self.box, self.layout)
+
+
+def tensor_map(tensor: torch.Tensor, rows: int, width: int) -> TensorMap:
+    """The map of a tensor [batch, tokens, heads, head_dim] that TMA reads, for boxes of `rows` tokens of a head and
     `width` numbers of each. TMA reads zeros beyond the tensor, and writes nothing there."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     for at in range(3):
         if shape[at] == 1:  # then any stride will do
             strides[at] = TMA_BYTES
-    return _ReadableTensor(tensor, shape, strides, [1, rows, 1, width], _LAYOUT)
+    return TensorMap(shape, strides, [1, rows, 1, width], _LAYOUT)

@@ -18,8 +18,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import (
     AttentionState,
@@ -37,9 +37,9 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
-from trunkattn.training.common import Variant, with_batch
+from trunkattn.training.common import Variant, with_batch, with_last_contiguous
+from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
-from trunkattn.training.hopper.common import tma_descriptor
 from trunkattn.training.hopper.memory import allocate, store_tile
 from trunkattn.training.hopper.producer import produce, release_queries
 from trunkattn.training.hopper.query_tiles import (
@@ -61,6 +61,7 @@ _OWN_OUT_BYTES: Final = 192 << 10  # of shared memory; outputs for which it woul
 _SECTION_BYTES: Final = 4 << 20  # of keys and values of a section, which has a KV head at least
 _CLEARED_ROWS = gl.constexpr(32)  # at once
 _LOG2_E = gl.constexpr(LOG2_E)
+_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "out_desc", "outputs", "tables")  # by each call
 
 
 class ForwardConstants(NamedTuple):
@@ -89,14 +90,14 @@ class Outputs(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """The parameters of `hopper_forward_kernel`."""
+    """The parameters of `hopper_forward_kernel`: what each call brings, then what is settled for its kind."""
 
-    q_desc: TensorDescriptor
-    k_desc: TensorDescriptor
-    v_desc: TensorDescriptor
-    out_desc: TensorDescriptor
-    outputs: Outputs
-    tables: Tables
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    out_desc: Any
+    outputs: Any
+    tables: Any
     num_sequences: Any
     section: Any
     scale: Any
@@ -384,16 +385,39 @@ def forward_constants(
     )
 
 
+class _Bound(NamedTuple):
+    """What a call does that does not depend on the addresses of its tensors. window: as of `Tables`."""
+
+    launch: BoundLaunch
+    q_map: TensorMap
+    k_map: TensorMap
+    v_map: TensorMap
+    out_map: TensorMap
+    lse_shape: tuple[int, ...]
+    window: int
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, as those of the portable `forward`, of tensors that TMA reads, on the current stream and device."""
-    q4, k4, v4 = (with_batch(tensor, sequences) for tensor in (q, k, v))
-    batch, seqlen_q, heads, head_dim = q4.shape
+    q, k, v = with_last_contiguous(q, k, v)
+    key = "hopper forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
+    bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
+    tables = _tables(sequences, bound.window, q.device)
+    descriptors = bound.q_map.of(q), bound.k_map.of(k), bound.v_map.of(v), bound.out_map.of(out)
+    bound.launch((*descriptors, Outputs(out, lse), tables))
+    return out, lse
+
+
+def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None) -> _Bound:
+    """The launch for tensors and sequences of these kinds."""
+    q, k, v = (with_batch(tensor, sequences) for tensor in (q, k, v))
+    batch, seqlen_q, heads, head_dim = q.shape
     head_dims = head_dim, v.shape[-1]
     tile = hopper_forward_tile(head_dims) if tile is None else tile
-    out = torch.empty(*q4.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=q.device)
     sums, in_tree = sequences.cu_seqlens_q, sequences.tree is not None
     causal = sequences.causal or in_tree
     variant = Variant(
@@ -406,32 +430,35 @@ def forward(
         even_q=False,
         even_k=False,
     )
-    group = heads // k4.shape[2]
-    section = max(_SECTION_BYTES // (k4.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
+    group = heads // k.shape[2]
+    section = max(_SECTION_BYTES // (k.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
     constants = forward_constants(head_dims, tile, variant, sequences.soft_cap or 0.0)
-    rows = WARPGROUP_ROWS.value
-    key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     given = ForwardArguments(
-        q_desc=tma_descriptor(q4, rows, key_box),
-        k_desc=tma_descriptor(k4, tile.block_n, key_box),
-        v_desc=tma_descriptor(v4, tile.block_n, value_box),
-        out_desc=tma_descriptor(out, rows, value_box),
-        outputs=Outputs(out, lse),
-        tables=_tables(sequences, seqlen_q + k4.shape[1], q.device),
+        **dict.fromkeys(_BROUGHT),
         num_sequences=0 if sums is None else len(sums) - 1,
         section=min(section, heads * batch),
         scale=sequences.sm_scale * (LOG2_E if sequences.soft_cap is None else 1.0),
         C=constants,
-    )
+    )._asdict()
+    given |= {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS}
     num_tiles = (sequences.blocks(sums, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    launch = hopper_forward_kernel[(min(num_sms, num_tiles),)]
-    launch(**given._asdict(), num_warps=4, maxnreg=LAUNCH_REGISTERS)
-    return (out, lse) if sequences.has_batch else (out[0], lse[0])
+    rows = WARPGROUP_ROWS.value
+    key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
+    return _Bound(
+        launch=BoundLaunch(hopper_forward_kernel, Grid(min(num_sms, num_tiles), given), _BROUGHT),
+        q_map=tensor_map(q, rows, key_box),
+        k_map=tensor_map(k, tile.block_n, key_box),
+        v_map=tensor_map(v, tile.block_n, value_box),
+        out_map=tensor_map(out, rows, value_box),
+        lse_shape=(batch, heads, seqlen_q) if sequences.has_batch else (heads, seqlen_q),
+        window=sequences.window_within(seqlen_q + k.shape[1]),
+    )
 
 
-def _tables(sequences: Sequences, tokens: int, device: torch.device) -> Tables:
-    """Tables of a launch. tokens: queries and keys together."""
+def _tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
+    """Tables of a launch. window: within the sequences."""
     tree, windowed = sequences.tree, sequences.sliding_window is not None
     return Tables(
         cu_seqlens_q=sequences.cu_seqlens_q,
@@ -441,6 +468,6 @@ def _tables(sequences: Sequences, tokens: int, device: torch.device) -> Tables:
         segment_of=tree and tree.segment_of,
         segments=tree and tree.segments,
         next_tile=torch.zeros(1, dtype=torch.int32, device=device),
-        window=sequences.window_within(tokens),
+        window=window,
         sinks=sequences.sinks,
     )

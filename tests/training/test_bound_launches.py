@@ -1,0 +1,215 @@
+"""Launches of the training kernels that are bound once for all calls of a kind: what a call brings, and what binds anew.
+
+Stand-ins take the place of the kernels; on a card: tests/on_gpu/test_flash_attention.py.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trunkattn import PrefixTree
+from trunkattn.gpu import bound
+from trunkattn.training import backward as portable_backward
+from trunkattn.training import backward_keys, backward_queries
+from trunkattn.training import forward as portable_forward
+from trunkattn.training.hopper import backward as hopper_backward
+from trunkattn.training.hopper import forward as hopper_forward
+from trunkattn.training.sequences import Sequences
+
+from ..gpu.test_bound import Kernel
+
+BF16 = torch.bfloat16
+SUMS = torch.tensor([0, 40, 160], dtype=torch.int32)
+TREE = PrefixTree.from_segments([-1, 0, 0], [80, 48, 32]).tables(torch.device("cpu"))
+KINDS = {
+    "batch": Sequences(True, 0.1),
+    "packed": Sequences(True, 0.1, SUMS, SUMS),
+    "tree": Sequences(True, 0.1, tree=TREE),
+    "everything": Sequences(True, 0.1, sliding_window=7, soft_cap=3.0, sinks=torch.zeros(4)),
+}
+PASSES = {
+    "forward": ((portable_forward, "forward_kernel"),),
+    "deterministic": (
+        (portable_backward, "prepare_kernel"),
+        (backward_keys, "keys_kernel"),
+        (backward_queries, "queries_kernel"),
+    ),
+    "one pass": ((portable_backward, "prepare_kernel"), (backward_keys, "keys_kernel")),
+    "Hopper forward": ((hopper_forward, "hopper_forward_kernel"),),
+    "Hopper backward": (
+        (hopper_backward, "prepare_rows_kernel"),
+        (hopper_backward, "hopper_backward_kernel"),
+        (hopper_backward, "write_dq_kernel"),
+    ),
+}
+Tensors = dict[str, torch.Tensor]
+
+
+class StandIn(Kernel):
+    """A kernel with the parameters of another."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self.arg_names = tuple(kernel.arg_names)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, StandIn]:
+    """Every kernel of training by its name, none of which computes."""
+    card = SimpleNamespace(multi_processor_count=132, major=9, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    places: dict[str, ModuleType] = {name: module for rows in PASSES.values() for module, name in rows}
+    made = {name: StandIn(getattr(module, name)) for name, module in places.items()}
+    for name, module in places.items():
+        monkeypatch.setattr(module, name, made[name])
+    return made
+
+
+def make_tensors(kind: str, dtype: torch.dtype = BF16) -> Tensors:
+    lead = (160,) if kind in ("packed", "tree") else (2, 160)
+    made = {name: torch.zeros(*lead, 4, 64, dtype=dtype) for name in ("q", "out", "dout")}
+    made |= {name: torch.zeros(*lead, 2, 64, dtype=dtype) for name in ("k", "v")}
+    return made | {name: torch.zeros(*lead[:-1], 4, 160) for name in ("lse", "dlse")}
+
+
+def call(name: str, t: Tensors, sequences: Sequences) -> tuple[torch.Tensor, ...]:
+    if "forward" in name:
+        module = hopper_forward if "Hopper" in name else portable_forward
+        return module.forward(t["q"], t["k"], t["v"], sequences)
+    saved = tuple(t[each] for each in ("q", "k", "v", "out", "lse"))
+    gradients = t["dout"], t["dlse"]
+    if "Hopper" in name:
+        return hopper_backward.backward(gradients, saved, sequences, False)
+    return portable_backward.backward(gradients, saved, sequences, name == "deterministic")
+
+
+def addresses(value: Any) -> set[int]:
+    """Addresses of the tensors among the arguments of a launch."""
+    if isinstance(value, torch.Tensor):
+        return {value.data_ptr()}
+    if hasattr(value, "base"):
+        return addresses(value.base)
+    return set().union(*map(addresses, value)) if isinstance(value, tuple) else set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PASSES)
+def test_the_first_call_of_a_kind_goes_through_triton_and_others_do_not(
+    name: str, kind: str, kernels: dict[str, StandIn]
+) -> None:
+    first, second = make_tensors(kind), make_tensors(kind)
+    call(name, first, KINDS[kind])
+    found = call(name, second, KINDS[kind])
+    call(name, first, KINDS[kind])
+    assert [tuple(each.shape) for each in found[:1]] == [tuple(second["q"].shape)]
+    used = [kernels[each] for _, each in PASSES[name]]
+    for kernel in used:
+        (((grid, *_), named),) = kernel.calls
+        assert len(kernel.compiled.calls) == 2
+        for (bound_grid, *positional), given in zip(kernel.compiled.calls, (second, first), strict=True):
+            assert bound_grid == (grid, 1, 1) and len(positional) == len(kernel.arg_names)
+            by_name = dict(zip(kernel.arg_names, positional, strict=True))
+            assert {each: value for each, value in by_name.items() if not addresses(value)} == {
+                each: value for each, value in named.items() if each in kernel.arg_names and not addresses(value)
+            }
+            others = first if given is second else second
+            brought = addresses(tuple(positional))
+            assert brought & {t.data_ptr() for t in given.values()} and not brought & {
+                t.data_ptr() for t in others.values()
+            }
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """An equal tensor whose address is no multiple of 16 bytes."""
+    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    "which", ["q", "k", "v", "out", "dout", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_k", "sinks"]
+)
+@pytest.mark.parametrize("name", ["forward", "deterministic", "one pass"])
+def test_a_launch_for_aligned_tensors_serves_no_other(name: str, which: str, kernels: dict[str, StandIn]) -> None:
+    kind = "packed" if "cu" in which else "everything"
+    sequences, t = KINDS[kind], make_tensors(kind)
+    call(name, t, sequences)
+    given = getattr(sequences, which, None)
+    other = sequences if given is None else replace(sequences, **{which: moved(given)})
+    tensors = t | ({which: moved(t[which])} if which in t else {})
+    is_read = "forward" not in name or which not in ("out", "dout", "lse", "dlse")
+    for _ in range(2):
+        call(name, tensors, other)
+    for each in {each for _, each in PASSES[name]}:
+        assert len(kernels[each].calls) == 1 + is_read
+        assert len(kernels[each].compiled.calls) == 1 + (not is_read)
+
+
+CHANGES: dict[str, Callable[[Tensors, Sequences], tuple[Tensors, Sequences]]] = {
+    "dtype": lambda t, s: (make_tensors("batch", torch.float16), s),
+    "length": lambda t, s: ({n: x[:, :96] if x.dim() == 4 else x[..., :96] for n, x in t.items()}, s),
+    "batch": lambda t, s: ({n: x[:1] for n, x in t.items()}, s),
+    "heads": lambda t, s: (t | {n: x[:, :, :1].contiguous() for n, x in t.items() if n in ("k", "v")}, s),
+    "strides": lambda t, s: (t | {"k": torch.zeros(2, 160, 3, 64, dtype=BF16)[:, :, :2]}, s),
+    "causal": lambda t, s: (t, replace(s, causal=False)),
+    "scale": lambda t, s: (t, replace(s, sm_scale=0.2)),
+    "window": lambda t, s: (t, replace(s, sliding_window=7)),
+    "cap": lambda t, s: (t, replace(s, soft_cap=2.0)),
+    "sinks": lambda t, s: (t, replace(s, sinks=torch.zeros(4))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", PASSES)
+def test_what_a_launch_was_not_bound_for_is_bound_anew(name: str, change: str, kernels: dict[str, StandIn]) -> None:
+    t, sequences = make_tensors("batch"), KINDS["batch"]
+    changed = CHANGES[change](t, sequences)
+    for _ in range(2):
+        call(name, t, sequences)
+        call(name, *changed)
+    for _, each in PASSES[name]:
+        assert len(kernels[each].calls) == len(kernels[each].compiled.calls) == 2
+
+
+def test_a_device_has_launches_of_its_own(kernels: dict[str, StandIn]) -> None:
+    t = make_tensors("batch")
+    elsewhere = {name: torch.empty_like(tensor, device="meta") for name, tensor in t.items()}
+    for name in ("forward", "Hopper forward"):
+        for tensors in (t, elsewhere, t, elsewhere):
+            out, _ = call(name, tensors, KINDS["batch"])
+            assert out.device == tensors["q"].device
+        assert [len(kernels[each].calls) for _, each in PASSES[name]] == [2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PASSES)
+def test_what_is_kept_holds_no_tensor(name: str, kind: str, kernels: dict[str, StandIn]) -> None:
+    t = make_tensors(kind)
+    results = call(name, t, KINDS[kind])
+    kept = [weakref.ref(tensor) for tensor in (*t.values(), *results)]
+    for kernel in kernels.values():
+        kernel.calls.clear()
+    del t, results
+    gc.collect()
+    assert not any(each() is not None for each in kept)
+
+
+def test_only_so_many_launches_are_kept() -> None:
+    for number in range(3 * bound._MOST_KEPT):
+        assert bound.kept(("test", number), lambda: "first") == "first"
+    assert bound._slot.cache_info().currsize == bound._MOST_KEPT
+    assert bound.kept(("test", 3 * bound._MOST_KEPT - 1), lambda: "second") == "first"
+    assert bound.kept(("test", 0), lambda: "second") == "second", "it was forgotten"
+
+
+def test_an_error_while_binding_is_raised_each_time() -> None:
+    def fail() -> int:
+        raise ValueError("no such tile")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such tile"):
+            bound.kept("test of an error", fail)
