@@ -1,4 +1,4 @@
-"""What a step and a layer take the host: planning, and launching an eager `run`.
+"""What a step and a layer take the host: planning, and launching an eager `run`; and an eager call in training.
 
     python -m benchmarks.host.host_time                                      # results/host-time-CARD.json
     python -m benchmarks.host.host_time --source ../old --source .          # checkouts, in turns, on one card
@@ -8,10 +8,10 @@ Steps of 32 query and 8 KV heads of 128, bfloat16, pages of 16 tokens, nothing s
 or with a prompt chunk of 1,014 tokens behind 4,096. Every call plans a step one token further, from tables on the CPU.
 `plan_us`: a plan without a capacity; `plan_into_us`: into a plan of fixed size; `run_us`, `run_into_us`: `run` with
 either, which launches one layer. The device is idle before each call, and no call waits for it. `*_calls`: functions
-that Python calls meanwhile, its own and those of extensions.
+that Python calls meanwhile, its own and those of extensions. Calls in training: see `training_calls`.
 
 `--fake` plans on the CPU for a made-up H100 and launches nothing, so that `run` is what comes before Triton's launcher;
-Hopper's own kernels are left out, as they take tensors on a GPU alone.
+Hopper's own decode kernels are left out, as they take tensors on a GPU alone.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import os
 import pstats
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import trunkattn
+from benchmarks.host.training_calls import fake_training, training_rows
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import environment, short_name, write_result
 
@@ -41,7 +42,13 @@ PAGE_SIZE: Final = 16
 DECODE_TOKENS, CHUNK_TOKENS, CACHED_TOKENS = 5120, 1014, 4096
 EXECUTIONS: Final = ("auto", "serial")
 FAKE_CARD: Final = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20
+    name="NVIDIA H100 80GB HBM3",
+    multi_processor_count=132,
+    major=9,
+    minor=0,
+    L2_cache_size=50 << 20,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_block=48 << 10,
 )
 # The back end in this layout, and in the one before
 BACKENDS: Final = (("trunkattn.gpu.attention", "GpuBackend"), ("trunkattn.gpu.executor", "GpuExecutor"))
@@ -83,14 +90,17 @@ class Steps:
         return one
 
 
-def fake_gpu() -> None:
-    """Lets this process plan for a card that it does not have, and launch nothing."""
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Lets this process plan for a card that it does not have, and inside launch nothing."""
     from triton.runtime.jit import JITFunction
 
     torch.set_num_threads(1)  # uploads become small copies, which several threads only delay
     torch.cuda.get_device_properties = lambda device=None: FAKE_CARD
     torch.cuda.device = lambda device: nullcontext()
-    JITFunction.run = lambda *arguments, **options: None
+    run, JITFunction.run = JITFunction.run, lambda *arguments, **options: None
+    yield
+    JITFunction.run = run
 
 
 def make_attention(config: Any, capacity: Any, fake: bool) -> Any:
@@ -149,10 +159,11 @@ def row_of(name: str, execution: str, calls: int, fake: bool) -> dict[str, Any]:
 
 
 def rows_of(calls: int, fake: bool) -> list[dict[str, Any]]:
-    """Every case with either execution."""
-    if fake:
-        fake_gpu()
-    return [row_of(name, execution, calls, fake) for name in CASES for execution in EXECUTIONS]
+    """Every case with either execution, then those of training."""
+    with fake_gpu() if fake else nullcontext():
+        rows = [row_of(name, execution, calls, fake) for name in CASES for execution in EXECUTIONS]
+    settle = (lambda: None) if fake else torch.cuda.synchronize
+    return rows + training_rows(host_us, calls, settle, fake_training() if fake else None)
 
 
 def measure(source: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

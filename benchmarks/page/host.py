@@ -11,7 +11,7 @@ def host() -> Section:
     rows = [
         [row["step"], f"`{row['execution']}`", f"{row['plan_into_us']:,.0f}", f"{row['run_into_us']:,.0f}"]
         for row in result["rows"]
-        if row["source"] == newest
+        if row["source"] == newest and "step" in row
     ]
     text = f"""## Time of the host on a GPU machine
 

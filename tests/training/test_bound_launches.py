@@ -1,4 +1,4 @@
-"""Launches of the training kernels that are bound once for all calls of a kind: what a call brings, and what binds anew.
+"""Launches of the training kernels, which are bound once for all calls of a kind: what a call brings, what binds anew.
 
 Stand-ins take the place of the kernels; on a card: tests/on_gpu/test_flash_attention.py.
 """

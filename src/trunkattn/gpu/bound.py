@@ -39,7 +39,7 @@ class TensorKind(NamedTuple):
 
 def tensor_kind(tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor: a launch that was bound for it serves every other tensor of that kind on its device."""
-    return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), is_aligned(tensor))
+    return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0)
 
 
 class _Slot:
@@ -79,7 +79,7 @@ def layer_key(t: Tensors, return_lse: bool) -> LayerKey:
     return LayerKey(
         tuple([tensor.dtype for tensor in given]),
         tuple([tensor.stride() for tensor in given]),
-        tuple([is_aligned(tensor) for tensor in given]),
+        tuple([tensor.data_ptr() % _ALIGNMENT == 0 for tensor in given]),
         return_lse,
     )
 
