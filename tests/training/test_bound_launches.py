@@ -3,9 +3,12 @@
 Stand-ins take the place of the kernels; on a card: tests/on_gpu/test_flash_attention.py.
 """
 
+import cProfile
 import gc
+import pstats
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from trunkattn import PrefixTree
+from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu import bound
 from trunkattn.training import backward as portable_backward
-from trunkattn.training import backward_keys, backward_queries
+from trunkattn.training import backward_keys, backward_queries, op
 from trunkattn.training import forward as portable_forward
 from trunkattn.training.hopper import backward as hopper_backward
 from trunkattn.training.hopper import forward as hopper_forward
@@ -26,7 +29,8 @@ from ..gpu.test_bound import Kernel
 
 BF16 = torch.bfloat16
 SUMS = torch.tensor([0, 40, 160], dtype=torch.int32)
-TREE = PrefixTree.from_segments([-1, 0, 0], [80, 48, 32]).tables(torch.device("cpu"))
+PLANTED = PrefixTree.from_segments([-1, 0, 0], [80, 48, 32])
+TREE = PLANTED.tables(torch.device("cpu"))
 KINDS = {
     "batch": Sequences(True, 0.1),
     "packed": Sequences(True, 0.1, SUMS, SUMS),
@@ -196,6 +200,37 @@ def test_what_is_kept_holds_no_tensor(name: str, kind: str, kernels: dict[str, S
     del t, results
     gc.collect()
     assert not any(each() is not None for each in kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_eager_call_does_little(kind: str, kernels: dict[str, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions that Python calls, its own and those of extensions, from the second call of a kind on."""
+    sequences, t = KINDS[kind], make_tensors(kind)
+    options: dict[str, Any] = {"sliding_window": sequences.sliding_window, "logits_soft_cap": sequences.soft_cap}
+    options |= {"sinks": sequences.sinks, "cu_seqlens_q": sequences.cu_seqlens_q}
+    options |= {"cu_seqlens_k": sequences.cu_seqlens_k, "tree": PLANTED if kind == "tree" else None}
+    leaves = [t[name].requires_grad_() for name in ("q", "k", "v")]
+
+    def forward() -> torch.Tensor:
+        out = flash_attention(*leaves, True, **options)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def both() -> None:
+        torch.autograd.grad(forward(), leaves, t["dout"])
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with torch.library._scoped_library("trunkattn", "IMPL") as ops:
+        ops.impl("flash_attention", op._forward_gpu, "CPU", allow_override=True)
+        ops.impl("flash_attention_backward", op._backward_gpu, "CPU", allow_override=True)
+        both()
+        through_triton = [len(kernel.calls) for kernel in kernels.values()]
+        for call, most in ((forward, 240), (both, 490)):
+            profile = cProfile.Profile()
+            profile.runcall(call)
+            assert pstats.Stats(profile).total_calls <= most  # type: ignore[attr-defined]
+        assert [len(kernel.calls) for kernel in kernels.values()] == through_triton
 
 
 def test_only_so_many_launches_are_kept() -> None:

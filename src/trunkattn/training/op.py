@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import library
@@ -39,14 +39,9 @@ def tables_of(
     return (cu_seqlens_q, cu_seqlens_k, None, None) if tree is None else tree
 
 
-def _sequences(
-    sinks: torch.Tensor | None,
-    tables: tuple[torch.Tensor | None, ...],
-    switches: list[int],
-    sm_scale: float,
-    soft_cap: float,
-) -> Sequences:
-    """The arguments of an op by their names."""
+def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
+    """The last arguments of an op by their names."""
+    *tables, switches, sm_scale, soft_cap = options
     causal, window, _ = switches
     given = [table for table in tables if table is not None]
     sums = (given[0].contiguous(), given[1].contiguous()) if len(given) == 2 else (None, None)
@@ -81,21 +76,15 @@ def _sources(work: Work, config: spec.TrainingConfig, device: torch.device) -> t
     return choice.kernel.source(), portable_kernel(work).source()
 
 
-def _forward_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    table_0: torch.Tensor | None,
-    table_1: torch.Tensor | None,
-    table_2: torch.Tensor | None,
-    table_3: torch.Tensor | None,
-    switches: list[int],
-    sm_scale: float,
-    soft_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+_OPTIONS: Final = (
+    "Tensor? sinks, Tensor? table_0, Tensor? table_1, Tensor? table_2, Tensor? table_3, SymInt[] switches,"
+    " float sm_scale, float soft_cap"
+)
+
+
+def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
     """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
-    given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
+    given = _sequences(*options)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=sums_dtype(q), device=q.device)
     lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
     for rows, sequence in _cpu_sequences((q, k, v), given):
@@ -105,8 +94,8 @@ def _forward_cpu(
     return out.to(q.dtype), lse.transpose(-1, -2).contiguous()
 
 
-def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *rest: Any) -> Pair:
-    given = _sequences(sinks, rest[:4], *rest[4:])
+def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
+    given = _sequences(*options)
     forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
     with torch.cuda.device(q.device):  # launches go to the current device
         found: Pair = forward(q, k, v, given)
@@ -118,25 +107,10 @@ def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
-def _backward_cpu(
-    dout: torch.Tensor,
-    dlse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    table_0: torch.Tensor | None,
-    table_1: torch.Tensor | None,
-    table_2: torch.Tensor | None,
-    table_3: torch.Tensor | None,
-    switches: list[int],
-    sm_scale: float,
-    soft_cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv and dsinks, which is empty without sinks."""
-    given = _sequences(sinks, (table_0, table_1, table_2, table_3), switches, sm_scale, soft_cap)
+    q, k, v, out, lse, *options = saved
+    given = _sequences(*options)
     heads = q.shape[-2]
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
@@ -151,10 +125,9 @@ def _backward_cpu(
     return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
 
 
-def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    q, k, v, out, lse, sinks, *options = rest
-    given = _sequences(sinks, tuple(options[:4]), *options[4:])
-    deterministic = bool(options[4][2])
+def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, out, lse, *options = saved
+    given, deterministic = _sequences(*options), bool(options[5][2])
     backward = _kernel(Work.BACKWARD, (q, k, v), given.options + ("deterministic",) * deterministic).backward
     with torch.cuda.device(q.device):
         found: tuple[torch.Tensor, ...] = backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
@@ -182,9 +155,9 @@ def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _define(name: str, cpu: Callable[..., Any], gpu: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The op of that name with the parameters of its function for a CPU."""
-    library.define(name, library.infer_schema(cpu, mutates_args=()))
+def _define(name: str, schema: str, cpu: Callable[..., Any], gpu: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The op of that name with a function for each device."""
+    library.define(name, schema)
     library.impl(name, "cpu")(cpu)
     library.impl(name, "cuda")(gpu)
     library.register_fake(name, fake)
@@ -193,9 +166,20 @@ def _define(name: str, cpu: Callable[..., Any], gpu: Callable[..., Any], fake: C
     return op
 
 
-attention: Callable[..., Pair] = _define("trunkattn::flash_attention", _forward_cpu, _forward_gpu, _forward_fake)
+attention: Callable[..., Pair] = _define(
+    "trunkattn::flash_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward_cpu,
+    _forward_gpu,
+    _forward_fake,
+)
 _backward: Callable[..., Any] = _define(
-    "trunkattn::flash_attention_backward", _backward_cpu, _backward_gpu, _backward_fake
+    "trunkattn::flash_attention_backward",
+    "(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_cpu,
+    _backward_gpu,
+    _backward_fake,
 )
 
 

@@ -40,6 +40,7 @@ from trunkattn.numerics import LOG2_E
 from trunkattn.training.common import Variant, with_batch, with_last_contiguous
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
+from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate, store_tile
 from trunkattn.training.hopper.producer import produce, release_queries
 from trunkattn.training.hopper.query_tiles import (
@@ -111,78 +112,15 @@ class _Consumer(NamedTuple):
     index: Any
 
 
-class _Sight(NamedTuple):
-    """What rows see, [64]: keys up to `last`, were it no tree, and with a window those of depth `least` and more."""
-
-    last: Any
-    least: Any
-
-
 class _Rows(NamedTuple):
     """The queries of a warpgroup. length: of the sequence."""
 
     q_tile: Any
     kv: KvPipelines
-    sight: _Sight
+    sight: Sight
     length: Any
     scale: Any
     tables: Any
-
-
-class _MaskArgs(NamedTuple):
-    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. ends, depths [block_n]: in
-    a tree the ends of the keys' subtrees, and with a window the keys' depths."""
-
-    first: Any
-    begin: Any
-    sight: _Sight
-    ends: Any
-    depths: Any
-
-
-@gluon.jit
-def _mask(args, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block."""
-    n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
-    mask = n[None, :] <= (args.sight.last - args.first)[:, None]
-    if C.variant.packed:
-        mask = mask & (n >= args.begin)[None, :]
-    if C.variant.tree or C.variant.window:
-        mask = mask & _mask_before(args, C, T)
-    return mask
-
-
-@gluon.jit
-def _mask_before(args, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block, whose keys come before all rows."""
-    if C.variant.tree:
-        mask = args.sight.last[:, None] < args.ends[None, :]
-        if C.variant.window:
-            mask = mask & (args.depths[None, :] >= args.sight.least[:, None])
-    else:
-        n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
-        mask = n[None, :] >= (args.sight.least - args.first)[:, None]
-    return mask
-
-
-@gluon.jit
-def _of_keys(table, at, length, IS_READ: gl.constexpr, C: gl.constexpr):
-    """[block_n] what a tree's table says of a block's keys, where a mask needs it; it arrives while the product q·k
-    runs."""
-    if IS_READ:
-        key = at + gl.arange(0, C.mainloop.block_n, gl.SliceLayout(0, C.mainloop.scores))
-        return gl.load(table + key, mask=key < length, other=0)
-    else:
-        return 0
-
-
-@gluon.jit
-def _mask_args(at, before, sight, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
-    """Mask of the block whose first key is `at`, `before` columns behind column 0."""
-    IN_TREE: gl.constexpr = C.variant.tree and SEEN != ALL_SEEN
-    ends = _of_keys(tables.subtree_end, at, length, IN_TREE, C)
-    depths = _of_keys(tables.depths, at, length, IN_TREE and C.variant.window, C)
-    return _MaskArgs(at - before, before, sight, ends, depths)
 
 
 @gluon.jit
@@ -190,32 +128,12 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
     """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
-    mask_args = _mask_args(at, 0, rows.sight, rows.length, rows.tables, SEEN, C)
-    MASK: gl.constexpr = None if SEEN == ALL_SEEN else _mask if SEEN == MASKED else _mask_before
+    mask_args = mask_args_of(at, 0, rows.sight, rows.length, rows.tables, SEEN, C)
+    MASK: gl.constexpr = None if SEEN == ALL_SEEN else mask_of if SEEN == MASKED else mask_before
     attention = attend_block(
         state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, MASK, mask_args, C, T
     )
     return _Consumer(attention, state.index + 1)
-
-
-@gluon.jit
-def _sight(tile, m, tables, C: gl.constexpr):
-    """What rows m [64] of a tile see."""
-    place = tile.first + m
-    if not C.variant.tree:
-        place += tile.len_k - tile.len_q
-    last, least = place, 0
-    if C.variant.window:
-        depth = place
-        if C.variant.tree:
-            depth = gl.load(tables.depths + place, mask=place < tile.len_q, other=0)
-        least = depth + 1 - tables.window
-        if not C.variant.causal:
-            last += tables.window - 1
-    if not C.variant.tree:
-        sees_part: gl.constexpr = C.variant.causal or C.variant.window
-        last = gl.minimum(last, tile.len_k - 1) if sees_part else m * 0 + tile.len_k - 1
-    return _Sight(last, least)
 
 
 @gluon.jit
@@ -230,12 +148,12 @@ def _with_sink(lse, sink):
 def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
     """Rows m [64] of a tile. Returns their outputs, lse and the index of the next block of the pipelines."""
     T: gl.constexpr = C.mainloop
-    sight, keys = _sight(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
+    sight, keys = sight_of(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
     box = last_box(tile, keys, C)
     rows = _Rows(q_tile=q_tile, kv=kv, sight=sight, length=tile.len_q, scale=scale, tables=tables)
-    args = _mask_args(keys.last, box.before, sight, tile.len_q, tables, MASKED, C)
+    args = mask_args_of(keys.last, box.before, sight, tile.len_q, tables, MASKED, C)
     more = keys.last > keys.ranges.begin
-    attention = attend_first_block(q_tile, kv, index, more, scale, _mask, args, C, T)
+    attention = attend_first_block(q_tile, kv, index, more, scale, mask_of, args, C, T)
     state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)
     if C.own_out:
         release_queries(C)
