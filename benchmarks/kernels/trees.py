@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.trees                                              # results/trees-CARD.json
     python -m benchmarks.kernels.trees --trees "2048 + 16x1024" --attentions default cudnn_flex
+    python -m benchmarks.kernels.trees --plans                                      # new trees' plans alone
     python -m benchmarks.kernels.trees --device cpu --trees "16 + 3x8" --heads 4/2 --head-dim 32    # keeps nothing
 
 A tree is its levels, from the root: training_trees.py. `default` is `flash_attention(tree=...)` as a user gets it,
@@ -16,12 +17,14 @@ The result has one row a tree, of one process each: rows of trees that are measu
 cells, as in flash_training.py, a row has "tokens", "repeated_tokens", "heads", "head_dim", "work_ratio" (repeated work
 over the tree's own: what `repeated` should take more), "token_ratio", and "plan": milliseconds of the host and the
 device until a new tree is ready, of the tree itself ("tree"), its tables on the device ("tables"), cuDNN's plan of it
-("cudnn") and FlexAttention's block mask ("flex_attention").
+("cudnn") and FlexAttention's block mask ("flex_attention"). --plans measures these alone, those that can run, and
+keeps them with their date and commit in rows that the file has.
 """
 
 import argparse
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -39,7 +42,7 @@ from benchmarks.kernels.training_cells import (
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, training_kernel
 from benchmarks.lib.options import accepted_by
-from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from trunkattn import PrefixTree
 from trunkattn.gpu.kernel import Work
@@ -102,6 +105,23 @@ def plan_ms(tree: PrefixTree, inputs: Inputs) -> dict[str, float]:
             _synchronize(device)
             found.setdefault(name, []).append((perf_counter() - begun) * 1e3)
     return {name: round(median(taken[1:]), 3) for name, taken in found.items() if len(taken) > 1}
+
+
+def measure_plans(trees: Sequence[str], heads: tuple[int, int], head_dim: int, device: str) -> None:
+    """Prints the plans of trees, and on a card keeps them in the rows that the result has of these trees."""
+    card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    path = RESULTS / f"trees-{short_name(card)}.json"
+    result = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    now = {key: value for key, value in environment().items() if key in ("date", "commit")}
+    for name in trees:
+        tree = parse_training_tree(name)
+        found = plan_ms(tree, random_inputs((tree.num_tokens,), heads, head_dim, device))
+        print(f"{name}: plan {found}", flush=True)
+        for row in result["rows"]:
+            if row["tree"] == name:
+                row["plan"] |= found | now
+    if device == "cuda":
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _synchronize(device: torch.device) -> None:
@@ -174,7 +194,11 @@ def main() -> None:
     parser.add_argument("--heads", type=parse_heads, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--untimed", action="store_true", help="compare results only, which compiles; keep nothing")
+    parser.add_argument("--plans", action="store_true", help="measure plans alone, for rows that the result has")
     options = parser.parse_args()
+    if options.plans:
+        measure_plans(options.trees, options.heads, options.head_dim, options.device)
+        return
     rows: list[dict[str, Any]] = []
     for text in options.trees:
         rows.append(
