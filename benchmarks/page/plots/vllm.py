@@ -27,7 +27,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
         axis.set_ylabel(label)
         axis.set_xticks(range(len(runs)), [run.replace(" ", "\n") for run in runs], fontsize=8)
         axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(loc="upper left", fontsize=9)
+    axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=9, frameon=False)  # above the bars
     axes[1].set_title(f"vLLM, {result['model']} shape, {result['card']}: mean (bar) and P99 (line); lower is better")
     figure.tight_layout()
     figure.savefig(target, dpi=110)
