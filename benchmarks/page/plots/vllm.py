@@ -25,7 +25,9 @@ def draw(result: dict[str, Any], target: Path) -> None:
                         color=COLOURS[backend], linewidth=2)  # fmt: skip
             axis.plot(places, [value["p99"] for value in figures], "_", color=COLOURS[backend], markersize=12)
         axis.set_ylabel(label)
-        axis.set_xticks(range(len(runs)), [run.replace(" ", "\n") for run in runs], fontsize=8)
+        slant = {"rotation": 40, "ha": "right"} if len(runs) > 5 else {}  # where words would touch
+        texts = [run if slant else run.replace(" ", "\n") for run in runs]
+        axis.set_xticks(range(len(runs)), texts, fontsize=8, **slant)
         axis.grid(axis="y", alpha=0.3)
     axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=9, frameon=False)  # above the bars
     axes[1].set_title(f"vLLM, {result['model']} shape, {result['card']}: mean (bar) and P99 (line); lower is better")
