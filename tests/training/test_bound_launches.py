@@ -49,7 +49,7 @@ PASSES = {
     "Hopper backward": (
         (hopper_backward, "prepare_rows_kernel"),
         (hopper_backward, "hopper_backward_kernel"),
-        (hopper_backward, "write_dq_kernel"),
+        (hopper_backward, "write_gradients_kernel"),
     ),
 }
 Tensors = dict[str, torch.Tensor]

@@ -105,7 +105,7 @@ class MainKernel:
         descriptors = {name: given[f"{name}_desc"] for name in names}
         tensors = {name: each.base.as_strided(each.shape, each.strides) for name, each in descriptors.items()}
         for name in ("k", "v"):
-            tensors[f"d{name}"] = getattr(given["work"], f"d{name}")[0].view(descriptors[name].shape)
+            tensors[f"d{name}"] = getattr(given["work"], f"d{name}").view(-1, *descriptors[name].shape)[0]
         found, begin = [], [0, 0]
         for number, lengths in enumerate(self.case.lengths):
             packed = self.case.packed and self.case.tree is None

@@ -23,6 +23,7 @@ from trunkattn.training.common import (
     Batch,
     Width,
     arguments,
+    contiguous_or_none,
     load_tile,
     padded_head_dim,
     with_batch,
@@ -35,7 +36,7 @@ from trunkattn.training.spec import FlashTile, card_tile
 
 class PrepareTensors(NamedTuple):
     """out, dout [batch, seqlen_q, num_qo_heads, head_dim of values]; the others [batch, num_qo_heads, seqlen_q] in
-    float32."""
+    float32. dlse: None for 0."""
 
     out: Any
     dout: Any
@@ -69,8 +70,9 @@ def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.const
     inside = m < length
     lse = tl.load(tensors.lse + row_at + m, mask=inside, other=-float("inf"))
     sees_nothing = lse == -float("inf")
-    dlse = tl.load(tensors.dlse + row_at + m, mask=inside, other=0.0)  # may be NaN where a query sees nothing
-    return RowValues(tl.where(sees_nothing, 0.0, delta - dlse), tl.where(sees_nothing, float("inf"), lse * LOG2_E))
+    if tensors.dlse is not None:
+        delta -= tl.load(tensors.dlse + row_at + m, mask=inside, other=0.0)  # may be NaN where a query sees nothing
+    return RowValues(tl.where(sees_nothing, 0.0, delta), tl.where(sees_nothing, float("inf"), lse * LOG2_E))
 
 
 @triton.jit
@@ -102,21 +104,21 @@ class _Bound(NamedTuple):
 
 
 def backward(
-    gradients: tuple[torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, torch.Tensor | None],
     saved: tuple[torch.Tensor, ...],
     sequences: Sequences,
     deterministic: bool,
     tiles: dict[str, FlashTile] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, contiguous, and dsinks, which is empty without sinks, from the gradients of out and lse, and q, k,
-    v, out and lse of `forward`; as there.
+    """dq, dk and dv, contiguous, and dsinks, which is empty without sinks, from the gradients of out and of lse, None
+    for 0, and q, k, v, out and lse of `forward`; as there.
 
     deterministic: two kernels, bit-equal over repeated runs; else one pass. tiles: by pass, None for the table's.
     """
     q, k, v = with_last_contiguous(*saved[:3])
-    rows = [tensor.contiguous() for tensor in (*saved[3:5], *gradients)]
-    out, lse, dout, dlse = rows
-    kinds = [tensor_kind(tensor) for tensor in (q, k, v, *rows)]
+    out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
+    dlse = contiguous_or_none(gradients[1])
+    kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]
     key = "backward", q.device, *kinds, sequences.kind, deterministic, *(tiles or {}).items()
     bound = kept(key, lambda: _bind(q, k, v, sequences, deterministic, tiles or {}))
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)

@@ -398,6 +398,11 @@ def with_last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
+def contiguous_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor or a contiguous copy, if there is one."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def with_batch(tensor: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """[batch, tokens, heads, head_dim]; packed tensors and trees are a batch of 1."""
     return tensor if sequences.has_batch else tensor.unsqueeze(0)

@@ -107,12 +107,13 @@ def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
-def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv and dsinks, which is empty without sinks."""
+def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and dsinks, which is empty without sinks. dlse: None for 0."""
     q, k, v, out, lse, *options = saved
     given = _sequences(*options)
     heads = q.shape[-2]
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse.transpose(-1, -2)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = delta if dlse is None else delta - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
     rows_of = (delta[..., None], lse.transpose(-1, -2)[..., None], dout)
     flat = tuple(tensor.reshape(-1, heads, tensor.shape[-1]) for tensor in rows_of)
@@ -125,7 +126,7 @@ def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[
     return results[0].to(q.dtype), results[1].to(q.dtype), results[2].to(q.dtype), dsinks
 
 
-def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, out, lse, *options = saved
     given, deterministic = _sequences(*options), bool(options[5][2])
     backward = _kernel(Work.BACKWARD, (q, k, v), given.options + ("deterministic",) * deterministic).backward
@@ -134,7 +135,7 @@ def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[
     return found
 
 
-def _backward_fake(dout: torch.Tensor, dlse: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
+def _backward_fake(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, _, lse, sinks, *_ = saved
     dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
     return dq, dk, dv, lse.new_empty(0 if sinks is None else sinks.shape[0])
@@ -175,7 +176,7 @@ attention: Callable[..., Pair] = _define(
 )
 _backward: Callable[..., Any] = _define(
     "trunkattn::flash_attention_backward",
-    "(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_cpu,
     _backward_gpu,
@@ -195,14 +196,16 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Pair:
         found: Pair = _below_autograd(attention, given)
         ctx.options = given[-3:]
+        ctx.set_materialize_grads(False)  # most callers ask for no lse
         ctx.save_for_backward(*given[:3], *found, *given[3:8])
         return found
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # checkpointing unpacks them once
-        dq, dk, dv, dsinks = _backward(dout, dlse, *saved, *ctx.options)
         sinks = saved[5]
+        given = torch.zeros_like(saved[3]) if dout is None else dout, dlse, *saved, *ctx.options
+        dq, dk, dv, dsinks = _backward(*given) if torch.is_grad_enabled() else _below_autograd(_backward, given)
         return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *(None,) * 7
 
 

@@ -1,5 +1,5 @@
 """The backward pass on Hopper: three kernels. One prepares, one computes all gradients (see `key_gradients`), and the
-last one writes dq, whose sums lie in float32, in the dtype of q.
+last one writes those whose sums lie in float32 in the dtype of q: dq, and dk and dv where several CTAs have parts.
 """
 
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ from trunkattn.training.common import (
     Batch,
     Width,
     arguments,
+    contiguous_or_none,
     find_sequence,
     span,
     store_tile,
@@ -38,6 +39,7 @@ from trunkattn.training.spec import FlashTile
 
 _SECTION_BYTES: Final = 8 * 2**20  # what CTAs that run at the same time stream, a part of the L2 cache
 _CTAS_OF_AN_SM: Final = 4
+SUMMED = tl.constexpr(2048)  # numbers of dk or dv whose parts a CTA adds
 REGISTERS: Final = 168  # of a thread at launch
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
@@ -47,7 +49,8 @@ _BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_d
 
 
 class RowsTensors(NamedTuple):
-    """Tensors of the first and the last kernel. out, dout, dq: contiguous. lse, dlse [batch, num_qo_heads, seqlen_q].
+    """Tensors of the first and the last kernel. out, dout, dq: contiguous. lse, dlse [batch, num_qo_heads, seqlen_q];
+    dlse may be None, for 0.
     Others are float32: rows [batch, num_qo_heads, blocks, 2, block], shift and delta of blocks of queries, and dq_sums
     [batch, num_qo_heads, blocks, block, dim], their dq. A packed sequence begins with a block of its own. Of a tree
     with a window depths [tokens], and block_depths [blocks], the smallest of each block; else both are None."""
@@ -61,6 +64,18 @@ class RowsTensors(NamedTuple):
     dq: Any
     depths: Any = None
     block_depths: Any = None
+
+
+class PartsTensors(NamedTuple):
+    """What the last kernel sums: parts of dk and dv, float32, and where their sums go; numbers of one part. All are
+    None, and the numbers 0, if there is one part, which needs no sum."""
+
+    dk_parts: Any
+    dv_parts: Any
+    dk: Any
+    dv: Any
+    key_numbers: Any
+    value_numbers: Any
 
 
 class RowsBatch(NamedTuple):
@@ -122,23 +137,46 @@ def prepare_rows_kernel(
 
 
 @triton.jit
-def write_dq_kernel(
+def write_gradients_kernel(
     tensors: RowsTensors,
     batch: RowsBatch,
+    parts: PartsTensors,
+    row_blocks,
     sm_scale,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Writes dq of a block of queries from its sums."""
-    block = _find_block(batch, BLOCK, PACKED)
-    index = tl.program_id(0).to(tl.int64) * BLOCK
-    m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
-    sums = tl.load(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :])
-    token_stride = batch.num_qo_heads * WIDTH.dim
-    at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
-    store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
+    """Writes dq of a block of queries from its sums; behind those blocks a CTA adds parts of dk, or of dv."""
+    number = tl.program_id(0)
+    if number < row_blocks:
+        block = _find_block(batch, BLOCK, PACKED)
+        index = number.to(tl.int64) * BLOCK
+        m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
+        sums = tl.load(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :])
+        token_stride = batch.num_qo_heads * WIDTH.dim
+        at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
+        store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
+    elif PARTS > 1:
+        number -= row_blocks
+        key_blocks = tl.cdiv(parts.key_numbers, SUMMED)
+        if number < key_blocks:
+            _add_parts(parts.dk_parts, parts.dk, parts.key_numbers, number, PARTS)
+        else:
+            _add_parts(parts.dv_parts, parts.dv, parts.value_numbers, number - key_blocks, PARTS)
+
+
+@triton.jit
+def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
+    """Writes a block of sums over parts, which lie one behind the other."""
+    at = block.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    inside = at < numbers
+    found = tl.load(parts + at, mask=inside)
+    for part in range(1, PARTS):
+        found += tl.load(parts + tl.cast(part, tl.int64) * numbers + at, mask=inside)
+    tl.store(total + at, found.to(total.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -182,12 +220,12 @@ class _Maps(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What a call does that does not depend on the addresses of its tensors. prepare, main, write_dq: None if there is
+    """What a call does that does not depend on the addresses of its tensors. prepare, main, write: None if there is
     nothing to compute. batch, row_batch: without tables. work: without tensors. parts: of a group of query heads."""
 
     prepare: BoundLaunch | None
     main: BoundLaunch | None
-    write_dq: BoundLaunch | None
+    write: BoundLaunch | None
     maps: _Maps
     batch: Batch
     row_batch: RowsBatch
@@ -198,7 +236,7 @@ class _Bound(NamedTuple):
 
 
 def backward(
-    gradients: tuple[torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor, torch.Tensor | None],
     saved: tuple[torch.Tensor, ...],
     sequences: Sequences,
     deterministic: bool,
@@ -207,15 +245,18 @@ def backward(
     depend on the order of CTAs."""
     assert not deterministic
     q, k, v = with_last_contiguous(*saved[:3])
-    out, lse, dout, dlse = (tensor.contiguous() for tensor in (*saved[3:5], *gradients))
-    dout = dout if reads(dout) else dout.clone()
-    kinds = [tensor_kind(tensor) for tensor in (q, k, v, out, lse, dout, dlse)]
+    out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
+    dout, dlse = dout if reads(dout) else dout.clone(), contiguous_or_none(gradients[1])
+    kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]
     bound = kept(("hopper backward", q.device, *kinds, sequences.kind), lambda: _bind(q, k, v, dout, sequences))
     make = torch.zeros if sequences.packed else torch.empty
     dq = make(q.shape, dtype=q.dtype, device=q.device)
-    parts = bound.parts
-    dtype = q.dtype if parts == 1 else torch.float32
-    dk, dv = (make((parts, *tensor.shape), dtype=dtype, device=q.device) for tensor in (k, v))
+    summed = bound.parts > 1
+    dk, dv = ((torch.empty if summed else make)(each.shape, dtype=q.dtype, device=q.device) for each in (k, v))
+    parts = PartsTensors(None, None, None, None, 0, 0)
+    if summed:
+        dk_parts, dv_parts = (make((bound.parts, *each.shape), dtype=torch.float32, device=q.device) for each in (k, v))
+        parts = PartsTensors(dk_parts, dv_parts, dk, dv, k.numel(), v.numel())
     rows = torch.empty(bound.rows_shape, dtype=torch.float32, device=q.device)
     dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
     tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, dq=dq)
@@ -227,11 +268,11 @@ def backward(
         bound.prepare((tensors, row_batch))
     if bound.main is not None:
         descriptors = [each.of(base) for each, base in zip(bound.maps, (q, k, v, dout, dq_sums, rows), strict=True)]
-        work = bound.work._replace(dk=dk, dv=dv, block_depths=tensors.block_depths)
+        written = parts[:2] if summed else (dk, dv)
+        work = bound.work._replace(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
         bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
-    if bound.write_dq is not None:
-        bound.write_dq((tensors, row_batch))
-    dk, dv = (part[0] if parts == 1 else part.sum(0).to(q.dtype) for part in (dk, dv))
+    if bound.write is not None:
+        bound.write((tensors, row_batch, parts))
     dsinks = lse.new_empty(0)
     if sequences.sinks is not None:
         shift, delta = rows.unbind(3)
@@ -262,11 +303,15 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     fixed = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
     of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
     of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
+    of_q |= {"row_blocks": row_blocks, "PARTS": parts}
+    sum_blocks = sum(-(-tensor.numel() // SUMMED.value) for tensor in (k, v)) if parts > 1 else 0
     main, given, work = _bind_main(q, k, v, parts, sequences, tile)
     return _Bound(
         prepare=BoundLaunch(prepare_rows_kernel, Grid(row_blocks, of_dout), _ROWS) if row_blocks else None,
         main=main if row_blocks else None,
-        write_dq=BoundLaunch(write_dq_kernel, Grid(row_blocks, of_q), _ROWS) if row_blocks else None,
+        write=BoundLaunch(write_gradients_kernel, Grid(row_blocks + sum_blocks, of_q), (*_ROWS, "parts"))
+        if row_blocks + sum_blocks
+        else None,
         maps=_Maps(
             q=tensor_map(q, tile.block_m, BOX_DIMS),
             k=tensor_map(k, WARPGROUP_ROWS.value, BOX_DIMS),
