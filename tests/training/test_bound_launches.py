@@ -52,7 +52,7 @@ PASSES = {
         (hopper_backward, "write_gradients_kernel"),
     ),
 }
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Any]
 
 
 class StandIn(Kernel):
@@ -151,6 +151,16 @@ def test_a_launch_for_aligned_tensors_serves_no_other(name: str, which: str, ker
     for each in {each for _, each in PASSES[name]}:
         assert len(kernels[each].calls) == 1 + is_read
         assert len(kernels[each].compiled.calls) == 1 + (not is_read)
+
+
+@pytest.mark.parametrize("name", ["deterministic", "one pass", "Hopper backward"])
+def test_a_launch_without_a_gradient_of_lse_serves_no_call_with_one(name: str, kernels: dict[str, StandIn]) -> None:
+    t = make_tensors("batch")
+    first = kernels[PASSES[name][0][1]]
+    for given in (t, t | {"dlse": None}, t, t | {"dlse": None}):
+        call(name, given, KINDS["batch"])
+    assert [named["tensors"].dlse is None for _, named in first.calls] == [False, True]
+    assert len(first.compiled.calls) == 2
 
 
 CHANGES: dict[str, Callable[[Tensors, Sequences], tuple[Tensors, Sequences]]] = {

@@ -95,6 +95,16 @@ def test_a_query_that_sees_nothing_has_gradient_0() -> None:
     assert dk.isfinite().all() and dv.isfinite().all()
 
 
+def test_either_result_has_gradients_without_the_other() -> None:
+    leaves = [tensor.clone().requires_grad_() for tensor in DENSE.inputs[:3]]
+    out, lse = flash_attention(*leaves, return_lse=True)
+    zeros = torch.zeros_like(out), torch.zeros_like(lse)
+    for results, wanted in (((out,), (torch.ones_like(out), zeros[1])), ((lse,), (zeros[0], torch.ones_like(lse)))):
+        alone = torch.autograd.grad([each.sum() for each in results], leaves, retain_graph=True, allow_unused=True)
+        both = torch.autograd.grad((out, lse), leaves, wanted, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+
+
 def test_lse_is_optional_and_of_the_shape_of_q() -> None:
     q, k, v = DENSE.inputs[:3]
     out, lse = flash_attention(q, k, v, return_lse=True)
@@ -114,7 +124,9 @@ def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
     saved = [tensor.detach() for tensor in (q, k, v, out, lse)]
     gradients = (torch.ones_like(saved[3]), torch.ones_like(saved[4]))
     every = (None if sinks is None else sinks.detach(), *options[1:])
-    torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, (*gradients, *saved, *every))
+    for dlse in (gradients[1], None):
+        given = gradients[0], dlse, *saved, *every
+        torch.library.opcheck(torch.ops.trunkattn.flash_attention_backward, given)
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED])

@@ -39,7 +39,7 @@ class PrefixTree:
     """A forest of sequences that share prefixes; one of the class methods makes it.
 
     starts, lengths, parents: of each segment, in depth-first pre-order; the parent of a root is -1. leaves: the last
-    segment of each sequence. tokens: int64, or None.
+    segment of each sequence. num_tokens: of all packed. tokens: int64, or None.
 
     Example:
         >>> tree = PrefixTree.from_prompt([1, 2, 3], [[4, 5], [6]])
@@ -54,6 +54,7 @@ class PrefixTree:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
+    num_tokens: int
     _by_segment: torch.Tensor = field(repr=False)
     tokens: torch.Tensor | None = None
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -162,6 +163,7 @@ class PrefixTree:
             lengths=tuple(segments.lengths),
             parents=tuple(segments.parents),
             leaves=tuple(segments.leaves),
+            num_tokens=sums[-1],
             _by_segment=_by_segment(segments, sums),
             tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
         )
@@ -174,11 +176,6 @@ class PrefixTree:
     def subtree_end(self) -> torch.Tensor:
         """The end of the range of tokens that see a token, [num_tokens] int32, on a CPU."""
         return self._host.subtree_end
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of packed tokens."""
-        return self.starts[-1] + self.lengths[-1]
 
     @property
     def num_levels(self) -> int:
