@@ -1,10 +1,10 @@
-"""One request and many on this CPU: decode speed of SmolLM2 in float32 and in bfloat16, beside llama.cpp.
+"""One request and many on this CPU: decode speed of SmolLM2 in float32, bfloat16 and int8, beside llama.cpp.
 
     python -m benchmarks.engines.cpu_streams --llama-bench FILE     # writes results/cpu-streams.json
 
 FILE is llama.cpp's `llama-batched-bench`, built as peers/README.md says. All engines run the same GGUF file with as
-many threads, one after the other. What a narrower dtype costs is measured on the log-probabilities that float32's own
-greedy answers get in it.
+many threads, one after the other. What narrower weights cost is measured on the log-probabilities that float32's own
+greedy answers get with them.
 """
 
 import argparse
@@ -25,7 +25,11 @@ CASES: Final = {
     "32 × 256 unshared": UNSHARED,
     "32 × (2048 + 64)": SHARED,
 }
-DTYPES: Final = ("float32", "bfloat16")
+OPTIONS: Final[dict[str, dict[str, str]]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+}
 TEXTS: Final = (
     "The library opens at nine and closes at six. On Sundays it",
     "def mean(values):\n    total = 0\n    for value in values:",
@@ -34,9 +38,9 @@ TEXTS: Final = (
 )
 
 
-def load(dtype: str) -> LLM:
-    """The engine in a dtype."""
-    return LLM(model_file(), dtype=dtype, page_size=16, max_model_len=4096, device="cpu")
+def load(weights: str) -> LLM:
+    """The engine with weights of a type."""
+    return LLM(model_file(), page_size=16, max_model_len=4096, device="cpu", **OPTIONS[weights])
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -59,7 +63,9 @@ def log_probabilities(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, help="llama-batched-bench; without it llama.cpp is not measured")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="float32 is always the first")
+    parser.add_argument(
+        "--weights", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="float32 always comes first"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="batches to measure")
     arguments = parser.parse_args()
     threads = torch.get_num_threads()
@@ -68,16 +74,16 @@ def main() -> None:
     accuracy: dict[str, dict[str, float]] = {}
     sequences: list[list[int]] = []
     exact = torch.empty(0)
-    for dtype in [DTYPES[0], *(each for each in arguments.dtypes if each != DTYPES[0])]:
-        llm = load(dtype)
+    for weights in ["float32", *(each for each in arguments.weights if each != "float32")]:
+        llm = load(weights)
         if not sequences:
             sequences = answers(llm)
             exact = log_probabilities(llm, sequences)
         apart = (log_probabilities(llm, sequences) - exact).abs()
-        accuracy[dtype] = {"mean": float(apart.mean()), "max": float(apart.max()), "tokens": len(apart)}
+        accuracy[weights] = {"mean": float(apart.mean()), "max": float(apart.max()), "tokens": len(apart)}
         for name, shape in shapes.items():
-            cases[name][f"trunkattn {dtype}"] = measure(llm, make_workload(shape, VOCABULARY))[0]
-            print(name, dtype, cases[name][f"trunkattn {dtype}"])
+            cases[name][f"trunkattn {weights}"] = measure(llm, make_workload(shape, VOCABULARY))[0]
+            print(name, weights, cases[name][f"trunkattn {weights}"], flush=True)
         del llm
     if arguments.llama_bench:
         for name, shape in shapes.items():

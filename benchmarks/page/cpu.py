@@ -39,21 +39,23 @@ def streams() -> Section:
     """One request and many beside llama.cpp."""
     found = load(STREAMS)
     rows, losses = [], []
-    dtypes = [name.removeprefix("trunkattn ") for name in next(iter(found["cases"].values())) if " " in name]
+    weights = [name.removeprefix("trunkattn ") for name in next(iter(found["cases"].values())) if " " in name]
     for case, runs in found["cases"].items():
         speeds = {name: figures["decode_tokens_per_s"] for name, figures in runs.items()}
         ours, theirs = speeds["trunkattn float32"], speeds["llama.cpp"]
-        rows.append([offline(case), *(f"{speeds[f'trunkattn {dtype}']:.0f}" for dtype in dtypes), f"{theirs:.0f}"])
+        rows.append([offline(case), *(f"{speeds[f'trunkattn {each}']:.0f}" for each in weights), f"{theirs:.0f}"])
         if theirs / ours > NOTICEABLE:
             losses.append(Loss(f"engine on a CPU, {offline(case)}", "llama.cpp", theirs / ours))
-    apart = found["logprob_differences"]["bfloat16"]
+    apart = {name: each for name, each in found["logprob_differences"].items() if name != "float32"}
+    moves = ", in ".join(f"{name} by {each['mean']:.3f}" for name, each in apart.items())
     text = f"""## One request and many, beside llama.cpp
 
 Tokens per second of decode steps, {found["model"]}, {found["threads"]} threads. llama.cpp computes with the file's
-quantised weights; here they are widened to the dtype. In bfloat16 the log-probability of a token of float32's greedy
-answers moves by {apart["mean"]:.3f} on average over {apart["tokens"]} tokens.
+quantised weights. Here they are widened to the dtype, and with `quantization="int8"` rounded to 8 bits again. The
+log-probability of a token of float32's greedy answers moves on average, in {moves}, over
+{next(iter(apart.values()))["tokens"]} tokens.
 
-{table(["batch", *dtypes, "llama.cpp"], rows)}
+{table(["batch", *weights, "llama.cpp"], rows)}
 
 {sources("python -m benchmarks.engines.cpu_streams --llama-bench FILE", STREAMS)}
 """

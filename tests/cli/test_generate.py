@@ -209,6 +209,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--kv-cache-bytes", "2 elephants"], ["--kv-cache-bytes", "'2 elephants'", "such as 2GiB"]),
         (["--kv-cache-memory-bytes", "0"], ["--kv-cache-bytes", "0", "an integer of at least 1"]),
         (["--dtype", "int8"], ["--dtype", "int8", "float32, bfloat16"]),
+        (["--quantization", "int4"], ["--quantization", "'int4'", "int8"]),
         (["--threads", "0"], ["--threads", "0", "an integer from 1"]),
         (["--colour"], ["--colour"]),
     ],

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.assembly import attention_config
 from trunkattn.engine.model import inspect_model
+from trunkattn.engine.packed_linear import PackedLinear
 from trunkattn.gpu.cards import GpuFacts, card_of
 
 PROMPTS = [
@@ -95,6 +97,30 @@ def test_unknown_names_are_refused() -> None:
         EngineConfig(kv_cache_dtype="int8")
     with pytest.raises(TypeError, match=r"batch_invariant=1: expected True or False"):
         EngineConfig(batch_invariant=1)  # type: ignore[arg-type]
+
+
+def test_int8_weights_answer_as_the_model_with_the_rounded_weights(tiny_model: MakeModel) -> None:
+    path = tiny_model("llama").path
+    llm = LLM(path, num_pages=64, quantization="int8", batch_invariant=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for name, layer in llm.model.named_modules():
+        if isinstance(layer, PackedLinear):
+            model.get_submodule(name).weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    prompt = list(range(5, 45))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    output, *_ = llm.generate([prompt, prompt[:9]], params)
+    assert output.prompt_logprobs == llm.generate([prompt], params)[0].prompt_logprobs
+    expected = model(torch.tensor([prompt])).logits[0].detach().double().log_softmax(-1)
+    for place, each in enumerate(output.prompt_logprobs or ()):
+        if each is not None:
+            assert abs(each[prompt[place]].logprob - float(expected[place - 1, prompt[place]])) < 1e-4
+
+
+def test_int8_weights_need_float32_on_a_cpu(tiny_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match=r"quantization='int4': expected None or one of int8"):
+        EngineConfig(quantization="int4")
+    with pytest.raises(ValueError, match=r"quantization='int8': expected dtype float32 on a CPU, not torch.bfloat16"):
+        LLM(tiny_model("llama").path, quantization="int8", dtype="bfloat16")
 
 
 def test_a_gpu_without_e4m3_is_refused_by_name(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:

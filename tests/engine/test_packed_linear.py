@@ -1,12 +1,14 @@
 """Packed linear layers against float64 products."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trunkattn.engine.packed_linear import PackedLinear, can_pack, pack_linears
+from trunkattn.cpu.linear import GROUP
+from trunkattn.engine.packed_linear import PackedLinear, _Panels, can_pack, pack_linears
 
 
 def expected(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -43,6 +45,51 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     together = PackedLinear(linear)(x)
     assert torch.equal(PackedLinear(linear)(x[8:16]), together[8:16])
     assert torch.equal(PackedLinear(linear)(x[37:38]), together[37:38])
+
+
+@pytest.mark.property
+@given(
+    rows=st.integers(0, 40),
+    in_features=st.integers(1, 700),
+    out_features=st.integers(1, 200),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_int8_gives_the_bits_of_the_rounded_weights(rows: int, in_features: int, out_features: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    linear = nn.Linear(in_features, out_features)
+    linear.weight.data[:, in_features // 2 :] *= 100
+    linear.weight.data[0] = 0
+    before = linear.weight.detach().clone()
+    packed = in_int8(linear)
+    for start in range(0, in_features, GROUP):
+        group = before[:, start : start + GROUP]
+        most = group.abs().amax(1, keepdim=True) / 254 * 1.00001
+        assert ((packed.weight[:, start : start + GROUP] - group).abs() <= most).all()
+    linear.weight.data = packed.weight
+    x = torch.randn(rows, in_features)
+    assert torch.equal(packed(x), PackedLinear(linear)(x))
+
+
+def test_int8_keeps_the_weights_of_a_q8_0_file() -> None:
+    steps = torch.randint(-127, 128, (48, 3, GROUP))
+    steps[..., 0] = 127
+    linear = nn.Linear(3 * GROUP, 48)
+    linear.weight.data = (steps * (torch.rand(48, 3, 1) / 100).half().float()).flatten(1)
+    assert torch.equal(in_int8(linear).weight, linear.weight)
+
+
+def test_layers_of_one_input_are_rounded_as_each_is_alone() -> None:
+    model, x = Attention(bias=True), torch.randn(3, 40)
+    alone = {name: in_int8(layer) for name, layer in model.named_children()}
+    pack_linears(model, to_int8=True)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert torch.equal(model.get_submodule(name)(x), alone[name](x))
+    assert all(layer._panels.whole.values.dtype == np.int8 for layer in model.children())  # type: ignore[union-attr]
+
+
+def in_int8(linear: nn.Linear) -> PackedLinear:
+    return PackedLinear(linear, _Panels([linear], to_int8=True))
 
 
 def test_every_linear_layer_of_a_model_is_replaced() -> None:

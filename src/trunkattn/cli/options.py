@@ -184,6 +184,10 @@ class EngineOptions:
     kv_cache_dtype: Annotated[
         str, typer.Option(metavar="NAME", help="Type of the KV cache: auto, fp8, fp8_e5m2.", rich_help_panel=ENGINE)
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        _text(ENGINE, "int8: round the weights of linear layers on a CPU, so that a token reads a quarter.", "NAME"),
+    ] = None
     batch_invariant: Annotated[
         bool,
         typer.Option(

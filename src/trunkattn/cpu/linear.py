@@ -1,9 +1,11 @@
-"""Float32 linear layers for the CPU, with the executor's register tile.
+"""Float32 linear layers for the CPU, with the executor's register tile, and weights in float32 or int8.
 
 A decode step multiplies every weight by a few rows, so it streams the whole model from memory: the weights lie in
-panels in the order of use, and the lines of the next slice are fetched one per step of the arithmetic.
+panels in the order of use, and the lines of the next slice are fetched one per step of the arithmetic. Weights in int8
+are a quarter of that. As many of an output as a group has share a scale, as in GGUF's Q8_0.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -23,35 +25,71 @@ from trunkattn.cpu.microkernel import (
     OutputTile,
     RightOperand,
     multiply_add_tile,
+    widen_scaled,
 )
 from trunkattn.cpu.threads import call_on_threads, kernel_address
 
 _ROWS: Final = TILES.score_keys
 PANEL: Final = TILES.score_vectors * LANES
+GROUP: Final = 32  # weights of an output that share a scale
+_MOST: Final = 127  # steps of a scale, on either side of zero
 _SLICE_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
 _LINE_BYTES: Final = 64
 
 
-def pack_weight(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[out_features, in_features] -> panels [ceil(out_features / PANEL), in_features, PANEL], padded with zeros."""
+class Panels(NamedTuple):
+    """A weight as it is packed.
+
+    Attributes:
+        values: [ceil(out_features / PANEL), in_features, PANEL] float32 or int8, padded with zeros.
+        scales: of int8 values, [panels, ceil(in_features / GROUP), PANEL] float32; None: the values are the weight.
+    """
+
+    values: NDArray[Any]
+    scales: NDArray[np.float32] | None = None
+
+    def part(self, panels: slice) -> "Panels":
+        """Some of the panels, as a view."""
+        return Panels(self.values[panels], None if self.scales is None else self.scales[panels])
+
+
+def pack_weight(weight: NDArray[np.float32], to_int8: bool = False) -> Panels:
+    """Packs a weight [out_features, in_features]. to_int8: rounded to 255 steps of its group, or as it is."""
     out_features, in_features = weight.shape
     panels = -(-out_features // PANEL)
     padded = np.zeros((panels * PANEL, in_features), np.float32)
     padded[:out_features] = weight
-    return np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).transpose(0, 2, 1))
+    values = np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).transpose(0, 2, 1))
+    if not to_int8:
+        return Panels(values)
+    starts = np.arange(0, in_features, GROUP)
+    scales = (np.maximum.reduceat(np.abs(values), starts, 1) / np.float32(_MOST)).astype(np.float32)
+    divisors = np.where(scales > 0, scales, np.float32(1))
+    steps = np.rint(values / np.repeat(divisors, GROUP, 1)[:, :in_features])
+    return Panels(steps.astype(np.int8), scales)
 
 
-def unpack_weight(panels: NDArray[np.float32], out_features: int) -> NDArray[np.float32]:
-    """The [out_features, in_features] weight, as a copy, of which `pack_weight` made the panels."""
-    rows = panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])
+def unpack_weight(panels: Panels, out_features: int) -> NDArray[np.float32]:
+    """The [out_features, in_features] weight that the panels stand for, as a copy."""
+    values = panels.values
+    if panels.scales is not None:
+        values = values * np.repeat(panels.scales, GROUP, 1)[:, : values.shape[1]]
+    rows = values.transpose(0, 2, 1).reshape(-1, values.shape[1])
     return np.ascontiguousarray(rows[:out_features])
 
 
+def join_panels(packed: Sequence[Panels]) -> Panels:
+    """Panels of weights of one input size, one after another."""
+    scales = [panels.scales for panels in packed if panels.scales is not None]
+    return Panels(np.concatenate([panels.values for panels in packed]), np.concatenate(scales) if scales else None)
+
+
 class _Arguments(NamedTuple):
-    """Fields of what the kernel takes, all int64: addresses of contiguous float32 arrays, and sizes."""
+    """Fields of what the kernels take, all int64: addresses of contiguous arrays, and sizes."""
 
     x: int  # [rows, depth]
     panels: int  # [num_panels, depth, PANEL]
+    scales: int  # [num_panels, groups, PANEL]; 0: there are none
     out: int  # [rows, num_panels * PANEL]
     rows: int
     depth: int
@@ -59,18 +97,20 @@ class _Arguments(NamedTuple):
     num_threads: int
 
 
-def multiply(x: NDArray[np.float32], panels: NDArray[np.float32], out: NDArray[np.float32], num_threads: int) -> None:
-    """out[m, :] = panels · x[m, :]. x [rows, in_features], out [rows, len(panels) * PANEL]; contiguous, not checked."""
+def multiply(x: NDArray[np.float32], panels: Panels, out: NDArray[np.float32], num_threads: int) -> None:
+    """out[m, :] = panels · x[m, :]. x [rows, in_features], out [rows, panels * PANEL]; contiguous, not checked."""
     if len(x):
-        num_threads = min(num_threads, len(panels))
+        values, scales = panels
+        num_threads = min(num_threads, len(values))
         rows, depth = x.shape
         given = _Arguments(
             x=address_of(x),
-            panels=address_of(panels),
+            panels=address_of(values),
+            scales=0 if scales is None else address_of(scales),
             out=address_of(out),
             rows=rows,
             depth=depth,
-            num_panels=len(panels),
+            num_panels=len(values),
             num_threads=num_threads,
         )
         arguments = np.array(given, np.int64)
@@ -84,37 +124,53 @@ def _kernel() -> int:
 
 @njit(by_address=True, fastmath={"contract", "nsz"})
 def _multiply_panels(arguments, thread):
-    """A thread's panels, one by one, in slices of the depth: a slice stays in L1 while all rows pass over it."""
+    """A thread's panels, one by one, in slices of the depth: a slice stays in L1 while all rows pass over it. One in
+    int8 is widened first, so that the sums have the bits that they have with the float32 weight."""
     numbers = array_at(arguments, np.int64)
     a = _Arguments(
         x=numbers[0],
         panels=numbers[1],
-        out=numbers[2],
-        rows=numbers[3],
-        depth=numbers[4],
-        num_panels=numbers[5],
-        num_threads=numbers[6],
+        scales=numbers[2],
+        out=numbers[3],
+        rows=numbers[4],
+        depth=numbers[5],
+        num_panels=numbers[6],
+        num_threads=numbers[7],
     )
-    most = max(1, _SLICE_BYTES // (4 * PANEL))
-    slices = (a.depth + most - 1) // most
+    most, size = max(1, _SLICE_BYTES // (4 * PANEL)), 1 if a.scales else 4
+    slices, groups = (a.depth + most - 1) // most, (a.depth + GROUP - 1) // GROUP
     x_offsets, weight_offsets = np.empty(a.rows, np.int64), np.empty(most, np.int64)
     for m in range(a.rows):
         x_offsets[m] = m * a.depth
     for k in range(most):
         weight_offsets[k] = k * PANEL
-    lines = np.empty((a.rows // _ROWS + _ROWS) * most, np.int64)
+    lines = np.empty((a.rows // _ROWS + a.rows % _ROWS) * most, np.int64)
+    room = np.empty(most * PANEL + _LINE_BYTES // 4, np.float32)
+    widened = room[-(room.ctypes.data // 4) % (_LINE_BYTES // 4) :]  # where a vector is one cache line
     for panel in range(a.num_panels * thread // a.num_threads, a.num_panels * (thread + 1) // a.num_threads):
         out = array_at(a.out + 4 * panel * PANEL, np.float32)
         for number in range(slices):
             first, last = a.depth * number // slices, a.depth * (number + 1) // slices
-            weights = a.panels + 4 * (panel * a.depth + first) * PANEL
-            _fill_lines(lines, weights + 4 * (last - first) * PANEL, a.panels)
+            weights = a.panels + size * (panel * a.depth + first) * PANEL
+            _fill_lines(lines, weights + size * (last - first) * PANEL, size * (last - first) * PANEL, a.panels)
             x = Operand(array_at(a.x + 4 * first, np.float32), x_offsets)
-            w = Operand(array_at(weights, np.float32), weight_offsets)
+            if a.scales:
+                scales = array_at(a.scales + 4 * panel * groups * PANEL, np.float32)
+                _widen(widened, array_at(weights, np.int8), scales, first, last)
+                w = Operand(widened, weight_offsets)
+            else:
+                w = Operand(array_at(weights, np.float32), weight_offsets)
             if number == 0:
                 _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_FIRST, LINEAR_ROW_FIRST)
             else:
                 _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_LATER, LINEAR_ROW_LATER)
+
+
+@njit(inline="always")
+def _widen(widened, values, scales, first, last):
+    """Rows [first, last) of a panel in float32. values: of these rows. scales: of the whole panel."""
+    for k in range(first, last):
+        widen_scaled(widened, values, (k - first) * PANEL, scales, k // GROUP * PANEL)
 
 
 class Operand(NamedTuple):
@@ -125,9 +181,9 @@ class Operand(NamedTuple):
 
 
 @njit(inline="always")
-def _fill_lines(lines, following, harmless):
+def _fill_lines(lines, following, num_bytes, harmless):
     """Addresses of the cache lines of the slice that follows; where there are more places, one that is harmless."""
-    count = min(len(lines), _SLICE_BYTES // _LINE_BYTES)
+    count = min(len(lines), num_bytes // _LINE_BYTES)
     for i in range(count):
         lines[i] = following + i * _LINE_BYTES
     for i in range(count, len(lines)):

@@ -213,6 +213,31 @@ def _never_unroll(module: Any) -> Any:
 
 
 @intrinsic
+def widen_scaled(typing_context, target, values, at, scales, scales_at):
+    """target[at + x] = values[at + x] · scales[scales_at + x] for the columns x of a panel.
+
+    Arrays are flat float32, and values int8. The compiler could not know that they do not overlap, and would take one
+    column at a time.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def vector(argument: int, element: Any, first: Any) -> Any:
+            array = context.make_array(signature.args[argument])(context, builder, args[argument])
+            return builder.bitcast(builder.gep(array.data, [first]), ir.VectorType(element, LANES).as_pointer())
+
+        for w in range(TILES.score_vectors):
+            first, scale = (builder.add(args[place], _INT(w * LANES)) for place in (2, 4))
+            steps = builder.load(vector(1, ir.IntType(8), first))
+            steps.align = 1
+            wide = builder.sitofp(builder.sext(steps, ir.VectorType(ir.IntType(32), LANES)), _VECTOR)
+            product = builder.fmul(wide, _load(builder, vector(3, _FLOAT, scale)))
+            builder.store(product, vector(0, _FLOAT, first)).align = 4
+        return context.get_dummy_value()
+
+    return types.void(target, values, types.int64, scales, types.int64), codegen
+
+
+@intrinsic
 def bits_to_float(typing_context, bits):
     """float32 with the bit pattern of an int32."""
 

@@ -23,12 +23,17 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
 
     Raises:
         ValueError: the policy or execution is unknown, the geometry has no kernel, the device does not exist, or its
-            matrix products are not batch-invariant.
+            matrix products are not batch-invariant, or not those that are quantised.
     """
     if config.batch_invariant and not can_pack(info.dtype, info.device):
         raise ValueError(
             f"batch_invariant=True: expected dtype float32 on a CPU, not {info.dtype} on {info.device}, where torch "
             f"multiplies another number of rows in another order; leave it out or change dtype or device"
+        )
+    if config.quantization is not None and not can_pack(info.dtype, info.device):
+        raise ValueError(
+            f"quantization={config.quantization!r}: expected dtype float32 on a CPU, not {info.dtype} on {info.device}"
+            f"; leave it out or change dtype or device"
         )
     layer = info.geometry.layer
     attention = AttentionConfig(

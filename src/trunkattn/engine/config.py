@@ -16,6 +16,7 @@ SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
 OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("int8",)
 DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the free memory
@@ -139,6 +140,9 @@ class EngineConfig:
             nobody is asked.
         kv_cache_dtype: type of the KV cache: "auto" (that of the weights), "fp8" or "fp8_e4m3" (float8_e4m3fn), or
             "fp8_e5m2". An 8-bit cache holds twice the tokens of a 16-bit one, and answers change a little.
+        quantization: "int8": on a CPU, weights of linear layers are rounded to 255 steps as they are loaded, with a
+            scale for 32 inputs of an output, as in GGUF's Q8_0, and a decode step reads a quarter of the bytes. None:
+            they stay as they are.
         batch_invariant: a request's logits have the same bits alone and in any batch. It needs float32 on a CPU and a
             model whose products are all plain linear layers, and costs some speed.
         seed: seeds the random numbers of requests without a seed of their own, so that the same calls in the same order
@@ -169,6 +173,7 @@ class EngineConfig:
     execution: str = "auto"
     trust_remote_code: bool = False
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     batch_invariant: bool = False
     seed: int | None = None
 
@@ -198,6 +203,9 @@ class EngineConfig:
         check_bool("batch_invariant", self.batch_invariant)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            expected = f"None or one of {', '.join(QUANTIZATIONS)}"
+            raise ValueError(f"quantization={self.quantization!r}: expected {expected}")
         for name, known in (("policy", POLICIES), ("execution", EXECUTIONS)):
             value = getattr(self, name)
             if not isinstance(value, str):

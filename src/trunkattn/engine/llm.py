@@ -82,7 +82,7 @@ class LLM:
         size_cache(info, self.config)
         self.info = info
         self.tokenizer = load_tokenizer(info.files)
-        self.model = load_model(info)
+        self.model = load_model(info, config.quantization)
         num_pages, max_model_len = size_cache(info, self.config, self.model)
         self.kv_cache = make_cache(info, self.config.page_size, num_pages)
         self._runner = make_runner(self.model, info, self.config, self.kv_cache, max_model_len)

@@ -131,8 +131,9 @@ def inspect_model(
     )
 
 
-def load_model(info: ModelInfo) -> Any:
-    """The model with its weights, on `info.device`, in evaluation mode, with trunkattn's attention.
+def load_model(info: ModelInfo, quantization: str | None = None) -> Any:
+    """The model with its weights, on `info.device`, in evaluation mode, with trunkattn's attention. quantization: see
+    `EngineConfig`.
 
     Raises:
         ValueError: a weight is missing, or transformers cannot load the files.
@@ -142,7 +143,7 @@ def load_model(info: ModelInfo) -> Any:
     hold_rope(model)
     absorb_heads(model)
     if can_pack(info.dtype, info.device):
-        pack_linears(model)
+        pack_linears(model, to_int8=quantization == "int8")
     return model
 
 

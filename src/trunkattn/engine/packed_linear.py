@@ -12,10 +12,9 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from trunkattn.cpu.linear import PANEL, multiply, pack_weight, unpack_weight
+from trunkattn.cpu.linear import PANEL, Panels, join_panels, multiply, pack_weight, unpack_weight
 from trunkattn.engine.latent import HeadLinear
 
 # Names under which transformers' models keep layers of one input, side by side in one module.
@@ -26,11 +25,11 @@ _FEW_ROWS: Final = 8  # up to here a call costs more than copying its output
 class _Panels:
     """The weights of linear layers of one input, one after another, and the last product with few rows."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        packed = [pack_weight(linear.weight.detach().numpy()) for linear in linears]
-        self.array = packed[0] if len(packed) == 1 else np.concatenate(packed)
-        ends = np.cumsum([len(panels) for panels in packed])
-        self.parts = [slice(int(end) - len(panels), int(end)) for end, panels in zip(ends, packed, strict=True)]
+    def __init__(self, linears: Sequence[nn.Linear], to_int8: bool = False) -> None:
+        packed = [pack_weight(linear.weight.detach().numpy(), to_int8) for linear in linears]
+        self.whole = packed[0] if len(packed) == 1 else join_panels(packed)
+        counts = [len(panels.values) for panels in packed]
+        self.parts = [slice(int(end) - count, int(end)) for end, count in zip(np.cumsum(counts), counts, strict=True)]
         self._last = (
             torch.empty(0, dtype=torch.float32, device="cpu"),
         ) * 2  # few rows, and their product with all weights
@@ -38,10 +37,10 @@ class _Panels:
     def multiply(self, rows: torch.Tensor, part: slice) -> torch.Tensor:
         """[T, columns of a part's panels] the product of rows [T, in_features] with a part's weights."""
         if len(self.parts) == 1 or len(rows) > _FEW_ROWS:
-            return _product(rows, self.array[part])
+            return _product(rows, self.whole.part(part))
         known, product = self._last
         if not torch.equal(known, rows):
-            product = _product(rows, self.array)
+            product = _product(rows, self.whole)
             self._last = rows.clone(), product
         return product[:, part.start * PANEL : part.stop * PANEL].clone()
 
@@ -53,7 +52,8 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the layer.
-        panels: the packed weights of this layer and of others that read the same input; None: of this layer alone.
+        panels: the packed weights of this layer and of others that read the same input; None: of this layer alone, in
+            float32.
         index: the layer's place among them.
     """
 
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """W [out_features, in_features] float32, on the CPU."""
-        return torch.from_numpy(unpack_weight(self._panels.array[self._part], self.out_features))
+        return torch.from_numpy(unpack_weight(self._panels.whole.part(self._part), self.out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [..., out_features] of x [..., in_features]."""
@@ -100,10 +100,10 @@ class PackedHeadLinear(nn.Module):
             head_out.copy_(_product(rows, panels)[:, : self._out_features])
 
 
-def _product(rows: torch.Tensor, panels: NDArray[np.float32]) -> torch.Tensor:
+def _product(rows: torch.Tensor, panels: Panels) -> torch.Tensor:
     """rows [T, in_features] times the packed weight: [T, columns of all panels] float32."""
     rows = rows.detach().contiguous()
-    out = torch.empty(len(rows), len(panels) * PANEL, dtype=torch.float32, device="cpu")
+    out = torch.empty(len(rows), len(panels.values) * PANEL, dtype=torch.float32, device="cpu")
     multiply(rows.numpy(), panels, out.numpy(), torch.get_num_threads())
     return out
 
@@ -113,9 +113,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu"
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
     """Replaces every plain float32 `nn.Linear` and every `HeadLinear` on a CPU. Unpacked weights stay only if they are
-    tied.
+    tied. to_int8: the weights of the former are rounded.
 
     Plain means exactly that class, without hooks: what a subclass or a hook adds would be lost. A layer that several
     parents hold stays one layer.
@@ -128,12 +128,12 @@ def pack_linears(model: nn.Module) -> None:
         for names in _OF_ONE_INPUT:
             group = [plain[name] for name in names if name in plain]
             if len(group) == len(names) and _may_share(group) and not any(child in packed for child in group):
-                panels = _Panels(group)
+                panels = _Panels(group, to_int8)
                 packed |= {child: PackedLinear(child, panels, index) for index, child in enumerate(group)}
         for name, child in list(parent._modules.items()):
             if name in plain:
                 if plain[name] not in packed:
-                    packed[plain[name]] = PackedLinear(plain[name])
+                    packed[plain[name]] = PackedLinear(plain[name], _Panels([plain[name]], to_int8))
                 setattr(parent, name, packed[plain[name]])
             elif isinstance(child, HeadLinear):
                 setattr(parent, name, PackedHeadLinear(child))
