@@ -1,6 +1,7 @@
 """What `make test-gpu` reads from the race checker's report."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def warp_specialized() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("kernel", "path"), warp_specialized())
 def test_the_hand_over_of_every_kernel_is_known(kernel: str, path: str) -> None:
-    lines, clean = racecheck.verdict([CONTROL, hand_over(kernel, path)])
+    lines, clean = racecheck.verdict(Counter([CONTROL, hand_over(kernel, path)]))
     assert clean, lines
 
 
@@ -94,8 +95,8 @@ def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
 def test_a_report_as_it_was_printed() -> None:
     line = line_of(CONTROL_FILE, "def warp_specialized_kernel(")
     printed = HEAD + PRINTED.format(written=line, read=line) + PRINTED.format(written=line, read=line) + summary(2)
-    (hazard, again) = racecheck.hazards_in(printed)
-    assert hazard == again
+    ((hazard, count),) = racecheck.hazards_in(printed).items()
+    assert count == 2
     assert hazard.first == ("Write", 31, "warp_specialized_kernel", "test_warp_specialization.py", line)
     assert hazard.second == ("Read", 160, "warp_specialized_kernel", "test_warp_specialization.py", line)
     assert hazard.is_hand_over

@@ -20,7 +20,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -28,7 +28,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
 OF_OTHERS = ["--kernel-name-exclude", "regex=^_Z|gemm|cutlass|cudnn|cublas"]  # PyTorch's kernels, which are in C++
 CHECKER = ["compute-sanitizer", *OF_OTHERS, "--tool", "racecheck", "--racecheck-report", "hazard"]
 CHECKER += ["--show-backtrace", "no"]
-ALL = ["--print-limit", "1000000"]
+ALL = ["--print-limit", "100000000"]
 CONTROL = "warp_specialized_kernel"
 CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
 MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the other partitions come behind
@@ -82,32 +82,34 @@ def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[i
     return frozenset(), frozenset()
 
 
-def hazards_in(report: str) -> list[Hazard]:
-    """All that the checker found.
+def hazards_in(report: str) -> Counter[Hazard]:
+    """All that the checker found, and how often.
 
     Raises:
         ValueError: if these are not as many as its summary counts, or there is none.
     """
-    found = []
-    for kind, *accesses in HAZARD.findall(report):
+    printed = Counter(match.groups() for match in HAZARD.finditer(report))
+    found = Counter[Hazard]()
+    for (kind, *accesses), count in printed.items():
         first, second = (
             Access(what, int(thread), kernel, file, int(line))
             for what, thread, kernel, file, line in (accesses[:5], accesses[5:])
         )
-        found.append(Hazard(kind, first, second))
+        found[Hazard(kind, first, second)] += count
     summary = SUMMARY.search(report)
     counted = sum(map(int, summary.groups())) if summary else None
-    if counted != len(found):
-        raise ValueError(f"the race checker counts {counted} hazards, {len(found)} were read from its report")
+    if counted != found.total():
+        raise ValueError(f"the race checker counts {counted} hazards, {found.total()} were read from its report")
     return found
 
 
-def verdict(hazards: list[Hazard]) -> tuple[list[str], bool]:
+def verdict(hazards: Counter[Hazard]) -> tuple[list[str], bool]:
     """A line for each place, and whether all are Triton's hand-over."""
     control = any(hazard.first.kernel == CONTROL for hazard in hazards)
-    places = Counter(
-        (hazard.kind, *hazard.first[2:], hazard.second[2:], control and hazard.is_hand_over) for hazard in hazards
-    )
+    places = Counter[tuple[Any, ...]]()
+    for hazard, count in hazards.items():
+        place = (hazard.kind, *hazard.first[2:], hazard.second[2:], control and hazard.is_hand_over)
+        places[place] += count
     lines = []
     for (kind, kernel, file, line, (_, other_file, other_line), aside), count in sorted(places.items()):
         what = "Triton's hand-over to partitions" if aside else "a race"
@@ -123,12 +125,18 @@ def named(options: list[str]) -> list[str]:
     return list(dict.fromkeys([*(line for line in done.stdout.splitlines() if "::" in line), CONTROL_TEST]))
 
 
-def check(test: str) -> tuple[bool, list[Hazard]]:
-    """Whether a test passed under the checker, and what was found in it. Prints what pytest does."""
+def check(test: str) -> tuple[bool, Counter[Hazard]]:
+    """Whether a test passed under the checker, and what was found in it. Prints what pytest does, and how much was
+    found; a report that cannot be read counts as a test that failed."""
     done = subprocess.run([*CHECKER, *ALL, *PYTEST, test], cwd=ROOT, capture_output=True, text=True, check=False)
     others = [line for line in done.stdout.splitlines() if "========= " not in line]  # pytest's
-    print(test, *others, done.stderr, sep="\n", flush=True)
-    return done.returncode == 0, hazards_in(done.stdout)
+    try:
+        hazards = hazards_in(done.stdout)
+    except ValueError as reason:
+        print(test, *others, done.stderr, reason, sep="\n", flush=True)
+        return False, Counter()
+    print(test, *others, done.stderr, f"{hazards.total()} hazards", sep="\n", flush=True)
+    return done.returncode == 0, hazards
 
 
 def main() -> int:
@@ -138,7 +146,7 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     with ThreadPoolExecutor(arguments.n) as pool:
         passed, found = zip(*pool.map(check, named(options)), strict=True)
-    lines, clean = verdict([hazard for hazards in found for hazard in hazards])
+    lines, clean = verdict(sum(found, Counter[Hazard]()))
     print("\n".join(lines) or "no hazard")
     return int(not all(passed) or not clean)
 
