@@ -118,25 +118,26 @@ def verdict(hazards: Counter[Hazard]) -> tuple[list[str], bool]:
 
 
 def named(options: list[str]) -> list[str]:
-    """The tests for it, and the control whatever else is asked for. options: further ones of pytest, which collects
-    them."""
+    """The tests for it but the control. options: further ones of pytest, which collects them."""
     command = [*PYTEST, "--collect-only", "-k", "sanitizer", str(HERE), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return list(dict.fromkeys([*(line for line in done.stdout.splitlines() if "::" in line), CONTROL_TEST]))
+    return [line for line in done.stdout.splitlines() if "::" in line and line != CONTROL_TEST]
 
 
-def check(test: str) -> tuple[bool, Counter[Hazard]]:
-    """Whether a test passed under the checker, and what was found in it. Prints what pytest does, and how much was
-    found; a report that cannot be read counts as a test that failed."""
+def check(test: str, control: Counter[Hazard]) -> tuple[bool, Counter[Hazard]]:
+    """Whether a test passed under the checker without a race, and what was found in it. Prints what pytest does, and
+    the places of what was found; a report that cannot be read counts as a test that failed. control: what was found in
+    the control, nothing for itself."""
     done = subprocess.run([*CHECKER, *ALL, *PYTEST, test], cwd=ROOT, capture_output=True, text=True, check=False)
     others = [line for line in done.stdout.splitlines() if "========= " not in line]  # pytest's
+    hazards, clean = Counter[Hazard](), False
     try:
         hazards = hazards_in(done.stdout)
+        lines, clean = verdict(hazards + control)
     except ValueError as reason:
-        print(test, *others, done.stderr, reason, sep="\n", flush=True)
-        return False, Counter()
-    print(test, *others, done.stderr, f"{hazards.total()} hazards", sep="\n", flush=True)
-    return done.returncode == 0, hazards
+        lines = [str(reason)]
+    print(test, *others, done.stderr, *lines, sep="\n", flush=True)
+    return done.returncode == 0 and clean, hazards
 
 
 def main() -> int:
@@ -144,11 +145,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="further options are pytest's")
     parser.add_argument("-n", type=int, default=8, help="tests at once, each in a process of its own")
     arguments, options = parser.parse_known_args()
+    passed, control = check(CONTROL_TEST, Counter())
+    tests = named(options)
     with ThreadPoolExecutor(arguments.n) as pool:
-        passed, found = zip(*pool.map(check, named(options)), strict=True)
-    lines, clean = verdict(sum(found, Counter[Hazard]()))
-    print("\n".join(lines) or "no hazard")
-    return int(not all(passed) or not clean)
+        results = pool.map(lambda test: check(test, control)[0], tests)
+        failed = [test for test, clean in zip(tests, results, strict=True) if not clean]
+    print(*(f"failed: {test}" for test in failed), sep="\n")
+    return int(not passed or bool(failed))
 
 
 if __name__ == "__main__":

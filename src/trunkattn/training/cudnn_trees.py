@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trunkattn.training import spec
+from trunkattn.training import spec, tree_tables
 from trunkattn.training.cpu_blocks import Pair
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.training.sequences import TreeTables
@@ -20,6 +20,8 @@ def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
     """The keys that each token sees as ends F of intervals, [1, 2 · num_levels + 1, tokens] int32, on the tables'
     device: [0, F0), which is empty, [F1, F2), [F3, F4) and so on. Ends never fall; intervals that a token does not need
     are empty behind its last key. num_levels: segments on the longest path from a root to a leaf."""
+    if tables.segment_of.is_cuda:
+        return tree_tables.intervals(tables, num_levels)
     start, stop, parent, level = tables.segments.unbind(1)
     segment = tables.segment_of.long()
     behind = torch.arange(1, len(segment) + 1, dtype=torch.int32, device=segment.device)

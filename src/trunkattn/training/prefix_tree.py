@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from trunkattn.training.sequences import ALIGNED_TOKENS, TreeTables
+from trunkattn.training.sequences import TreeTables, rounded_tokens
 from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
 from trunkattn.validate import check_int
 
@@ -204,7 +204,13 @@ class PrefixTree:
 
     def tables(self, device: torch.device) -> TreeTables:
         """The tree as kernels on a device read it; it is made there once, from what is known of each segment."""
-        return self.cached(device, lambda: TreeTables.of_segments(self._by_segment.to(device), self.num_tokens))
+        return self.cached(device, lambda: self._tables(device))
+
+    def _tables(self, device: torch.device) -> TreeTables:
+        make = TreeTables.of_segments
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            from trunkattn.training.tree_tables import tables_of_segments as make  # which needs Triton
+        return make(self._by_segment.to(device), self.num_tokens)
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """What `make` returns; it is called once for each key, and kept with the tree."""
@@ -281,7 +287,7 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
         levels.append(0 if parent < 0 else levels[parent] + 1)
     rows = zip(sums, sums[1:], parents, levels)  # noqa: B905  the last sum begins none
     offsets = map(sub, depths, sums)
-    aligned = [*lengths[:-1], lengths[-1] + -sums[-1] % ALIGNED_TOKENS]
+    aligned = [*lengths[:-1], lengths[-1] + rounded_tokens(sums[-1]) - sums[-1]]
     return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 

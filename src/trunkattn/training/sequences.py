@@ -10,7 +10,11 @@ from trunkattn.gpu.bound import is_aligned
 from trunkattn.planner.work_list import UNLIMITED
 
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
-ALIGNED_TOKENS: Final = 4  # a number of 4 bytes for each are 16 bytes
+
+
+def rounded_tokens(tokens: int) -> int:
+    """The number rounded up so that a number of 4 bytes for each are whole 16 bytes."""
+    return -(-tokens // 4) * 4
 
 
 class TreeTables(NamedTuple):
@@ -32,14 +36,13 @@ class TreeTables(NamedTuple):
 
         numbers: int32 [7 · segments]: `segments` row by row, then of all segments the ends of their subtrees, the
         numbers of ancestors of their first tokens less the numbers of these tokens, and their lengths, the last one
-        rounded up so that all tokens are whole 16 bytes: kernels are not compiled anew for another alignment.
+        longer by what rounds all tokens up: kernels are not compiled anew for another alignment.
         """
         count = len(numbers) // 7
         of_tokens, lengths = numbers[4 * count : 6 * count].view(2, count), numbers[6 * count :]
-        room = -(-tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
-        segment_of = torch.repeat_interleave(lengths, output_size=room)
+        segment_of = torch.repeat_interleave(lengths, output_size=rounded_tokens(tokens))
         subtree_end, depths = of_tokens.index_select(1, segment_of)
-        depths += torch.arange(room, dtype=torch.int32, device=numbers.device)
+        depths += torch.arange(len(depths), dtype=torch.int32, device=numbers.device)
         return cls(subtree_end[:tokens], depths[:tokens], segment_of[:tokens], numbers[: 4 * count].view(count, 4))
 
 

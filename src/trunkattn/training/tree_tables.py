@@ -1,0 +1,81 @@
+"""Tables of a prefix tree, made on a GPU in one launch each: a training step has a new tree, whose plan is to take the
+host little time."""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from trunkattn.gpu.bound import BoundLaunch, Grid, kept
+from trunkattn.training.sequences import TreeTables, rounded_tokens
+
+_BLOCK: Final = 256
+_WARPS: Final = 4
+_CTAS: Final = 128  # which go through all blocks of tokens, so that a launch does not depend on the tree
+
+
+@triton.jit(do_not_specialize=["num_segments", "tokens", "room"])
+def tables_kernel(numbers, flat, num_segments, tokens, room, BLOCK: tl.constexpr):
+    """Writes the tables of tokens, `room` apart in `flat`, from `numbers` as `TreeTables.of_segments` takes them."""
+    for first in tl.range(tl.program_id(0) * BLOCK, tokens, tl.num_programs(0) * BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        inside = token < tokens
+        segment, behind = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_segments
+        width = num_segments
+        while width > 1:  # the segment begins at or before the token, and the one at `behind` after it
+            middle = (segment + behind) // 2
+            begun = tl.load(numbers + 4 * middle) <= token
+            segment, behind = tl.where(begun, middle, segment), tl.where(begun, behind, middle)
+            width = (width + 1) // 2
+        of_segment = numbers + 4 * num_segments + segment
+        tl.store(flat + token, tl.load(of_segment), mask=inside)
+        tl.store(flat + room + token, tl.load(of_segment + num_segments) + token, mask=inside)
+        tl.store(flat + 2 * room + token, segment, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_levels", "tokens"])
+def intervals_kernel(segments, segment_of, ends, num_levels, tokens, BLOCK: tl.constexpr):
+    """Writes what `cudnn_trees.intervals` returns."""
+    for first in tl.range(tl.program_id(0) * BLOCK, tokens, tl.num_programs(0) * BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        inside = token < tokens
+        segment = tl.load(segment_of + token, mask=inside, other=0)
+        tl.store(ends + token, tl.zeros([BLOCK], tl.int32), mask=inside)
+        for below in tl.range(0, num_levels):
+            above = num_levels - 1 - below
+            is_deeper = tl.load(segments + 4 * segment + 3) > above
+            segment = tl.where(is_deeper, tl.load(segments + 4 * segment + 2), segment)
+            on_path = tl.load(segments + 4 * segment + 3) == above
+            start = tl.where(on_path, tl.load(segments + 4 * segment), token + 1)
+            stop = tl.where(on_path, tl.minimum(tl.load(segments + 4 * segment + 1), token + 1), token + 1)
+            row = ends + (2 * above + 1).to(tl.int64) * tokens + token
+            tl.store(row, start, mask=inside)
+            tl.store(row + tokens, stop, mask=inside)
+
+
+def tables_of_segments(numbers: torch.Tensor, tokens: int) -> TreeTables:
+    """`TreeTables.of_segments` on a GPU."""
+    count, room = len(numbers) // 7, rounded_tokens(tokens)
+    flat = torch.empty(3, room, dtype=torch.int32, device=numbers.device)
+    _bound(tables_kernel, numbers.device, ("numbers", "flat", "num_segments", "tokens", "room"))(
+        (numbers, flat, count, tokens, room)
+    )
+    subtree_end, depths, segment_of = flat[:, :tokens]
+    return TreeTables(subtree_end, depths, segment_of, numbers[: 4 * count].view(count, 4))
+
+
+def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
+    """`cudnn_trees.intervals` on a GPU."""
+    tokens = len(tables.segment_of)
+    ends = torch.empty(1, 2 * num_levels + 1, tokens, dtype=torch.int32, device=tables.segment_of.device)
+    _bound(intervals_kernel, ends.device, ("segments", "segment_of", "ends", "num_levels", "tokens"))(
+        (tables.segments, tables.segment_of, ends, num_levels, tokens)
+    )
+    return ends
+
+
+def _bound(kernel: Any, device: torch.device, names: tuple[str, ...]) -> BoundLaunch:
+    """The launch of a kernel, whose arguments differ from tree to tree."""
+    grid = Grid(_CTAS, {"BLOCK": _BLOCK, "num_warps": _WARPS})
+    return kept((kernel, device), lambda: BoundLaunch(kernel, grid, names))

@@ -1,0 +1,33 @@
+"""Tables of trees as GPUs make them, under Triton's interpreter, beside those that PyTorch makes on a CPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from trunkattn import PrefixTree
+from trunkattn.training.cudnn_trees import intervals
+from trunkattn.training.tree_tables import intervals as intervals_on_gpu
+from trunkattn.training.tree_tables import tables_of_segments
+
+from .test_prefix_tree import trees
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=20)
+@given(tree=trees(90))
+@pytest.mark.property
+def test_tables_and_intervals_are_those_of_a_cpu(tree: PrefixTree) -> None:
+    expected = tree.tables(CPU)
+    found = tables_of_segments(tree._by_segment, tree.num_tokens)
+    assert all(map(torch.equal, found, expected))
+    assert all(table.data_ptr() % 16 == found[0].data_ptr() % 16 for table in found[:3])
+    assert torch.equal(intervals_on_gpu(found, tree.num_levels), intervals(expected, tree.num_levels))
+
+
+def test_more_tokens_than_programs_take_at_once() -> None:
+    tree = PrefixTree.from_segments([-1, 0, 1, 0, -1], [30_000, 3_000, 1, 700, 7])
+    found = tables_of_segments(tree._by_segment, tree.num_tokens)
+    assert all(map(torch.equal, found, tree.tables(CPU)))
+    assert torch.equal(intervals_on_gpu(found, 3), intervals(tree.tables(CPU), 3))
