@@ -128,7 +128,8 @@ def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _count_span(span, entries, num_entries, window, spans, SIZES: tl.constexpr):
+def _count_items(span, entries, num_entries, window, spans, SIZES: tl.constexpr):
+    """Stores the numbers of the items that end with a span, of the others, and of its query tokens."""
     run, ending, others, queries = 0, 0, 0, 0
     for begin in range(0, num_entries, SIZES.block):
         scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, span, num_entries, window, SIZES)
@@ -203,7 +204,7 @@ def spans_kernel(
     num_entries = tl.load(counts_of(status).num_entries)
     others = tl.num_programs(0) - 2
     if tl.program_id(0) < others:
-        _count_span(tl.program_id(0), entries, num_entries, window, spans, SIZES)
+        _count_items(tl.program_id(0), entries, num_entries, window, spans, SIZES)
     elif tl.program_id(0) == others:
         _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZES)
     else:

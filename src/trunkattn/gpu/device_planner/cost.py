@@ -71,7 +71,8 @@ def load_pass(passes, number):
 
 
 @triton.jit
-def _load_tile(tiles, tile_index):
+def tile_times(tiles, tile_index):
+    """The times of a tile of the rule."""
     row = tiles + tl.maximum(tile_index, 0) * _TILE_COLUMNS
     return TileTimes(
         full_ns=tl.load(row),
@@ -160,7 +161,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
     a_pass = load_pass(choice.passes, number)
-    times = _load_tile(costs.tiles, a_pass.tile_index)
+    times = tile_times(costs.tiles, a_pass.tile_index)
     has_one_pass = (
         tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0
     )  # the second pass has no stage

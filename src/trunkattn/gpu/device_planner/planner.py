@@ -154,7 +154,7 @@ class DevicePlanner:
         """
         self.check(block_table, seq_lens, query_start_loc)
         tables = Tables(block_table, seq_lens, query_start_loc)
-        self._order(plan, tables, window)
+        self._forest(plan, tables, window)
         self._list(plan, tables, window, lowest_tile)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ class DevicePlanner:
             ),
         )
 
-    def _order(self, plan: GpuPlan, tables: Tables, window: int) -> None:
+    def _forest(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """Hashes, links and entries of the rows."""
         b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
         num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
