@@ -1,24 +1,37 @@
 """Takes repeated work out of Triton's interpreter, in which most of the kernels' tests spend their time.
 
 The interpreter looks up all members of `triton.language` whenever a kernel calls a function, writes a table of dtypes
-whenever it asks for one, and combines the elements of a reduction or scan one by one. Here the members are looked up
-once a launch, dtypes once, and half of a reduction is combined with the other half at once. Values are the same
-(`test_fast_interpreter.py`).
+whenever it asks for one, combines the elements of a reduction or scan one by one, checks and wraps the shape of every
+tensor, and calculates whether integers overflow, of which nothing follows. Here members are looked up once a launch,
+dtypes and shapes once, half of a reduction is combined with the other half at once, and overflows are not calculated.
+Values are the same (`test_fast_interpreter.py`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 Tensors = Sequence[Any]
 
 
+class Shape(NamedTuple):
+    """What types and tensors of one shape have: a type's shape, its text and the number of its elements, and a
+    tensor's."""
+
+    of_type: Any
+    text: str
+    numel: int
+    of_tensor: Any
+    numel_of_tensor: Any
+
+
 def install() -> None:
-    """Replaces four functions of the interpreter, for this process."""
+    """Replaces functions of the interpreter and of its language, for this process."""
     plain_dtype, plain_patch = cache(interpreter._get_np_dtype), interpreter._patch_lang
 
     def numpy_dtype(dtype: Any) -> np.dtype:
@@ -36,6 +49,47 @@ def install() -> None:
     interpreter._patch_lang = patch_once
     interpreter.ReduceOps.generic_reduce = reduced
     interpreter.ScanOps.generic_scan = scanned
+    keep_shapes()
+    look_for_no_overflows()
+
+
+def keep_shapes() -> None:
+    """Lets types and tensors of one shape share what is made of it, and types be equal to themselves at once."""
+    plain_type, plain_tensor, plain_equal = tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__
+    of_scalars = Shape(None, "", 1, tl.tuple([]), tl.constexpr(1))
+    shapes: dict[tuple, Shape] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(it.value if isinstance(it, tl.constexpr) else it for it in shape)
+        if key not in shapes:
+            plain_type(self, element_ty, shape)
+            tensor = tl.tensor.__new__(tl.tensor)
+            plain_tensor(tensor, None, self)
+            shapes[key] = Shape(self.shape, str(self.shape), self.numel, tensor.shape, tensor.numel)
+        found = self.known = shapes[key]
+        self.element_ty, self.shape, self.numel = element_ty, found.of_type, found.numel
+        self.name = f"<{found.text}, {element_ty}>"
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = type.known if type.is_block() else of_scalars
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known.of_tensor, known.numel_of_tensor
+
+    tl.block_type.__init__ = block_type
+    tl.tensor.__init__ = tensor
+    tl.dtype.__eq__ = lambda self, other: self is other or plain_equal(self, other)
+
+
+def look_for_no_overflows() -> None:
+    """Leaves out the look for sums, differences and products that do not fit their integers, from which nothing follows
+    unless a kernel is launched with `debug`."""
+    plain = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def sanitize(self: Any, *operation: Any) -> None:
+        if self.builder.options.debug:
+            plain(self, *operation)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
 
 
 def reduced(self: Any, inputs: Tensors) -> list:
