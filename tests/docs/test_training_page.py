@@ -47,7 +47,7 @@ def losses(made: common.Section | None) -> dict[tuple[str, str], float]:
 
 
 def test_without_a_result_there_is_no_section(results: Path) -> None:
-    assert [make() for make in training.SECTIONS] == [None] * 4
+    assert [make() for make in training.SECTIONS] == [None] * 5
 
 
 def test_batches_show_speeds_ratios_and_losses(results: Path) -> None:
@@ -104,3 +104,18 @@ def test_a_step_that_does_not_fit_is_out_of_memory(results: Path) -> None:
     made = training.block()
     assert made and "| H100 | 2048 + 16x1024 | 5,000 | 2,000 | 3.0 | 8.0 | 2.50× | 2.50 | 2.00 |" in made.text
     assert "| 5,000 | out of memory | 3.0 | out of memory |  | 2.50 | 2.00 |" in made.text
+
+
+def test_checks_count_the_runs_that_differ(results: Path) -> None:
+    errors = [{"dtype": "float16", "result": "dq", "one_pass_over_plain": 0.577, "deterministic_over_plain": 0.5}]
+    memory = [{"length": 16384, "one_pass": 338e6, "torch_flash": 337e6, "torch_math": 34729e6}]
+    repeats = [{"of": "causal 1x2048", "runs": 1000, "different": 0}, {"of": "8 + 2x4", "runs": 1000, "different": 3}]
+    write(results, "flash-training-h100", [batch(SHAPES[0].name)])
+    assert training.checks() is None
+    path = results / "flash-training-h100.json"
+    checks = RUN | {"errors": errors, "memory": memory, "repeats": repeats}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"checks": checks}))
+    made = training.checks()
+    assert made and "0 of 1,000 over `causal 1x2048` and 3 of 1,000 over `8 + 2x4`" in made.text
+    assert "16,384 tokens take 338 MB" in made.text.replace("\n", " ")
+    assert "| float16 | dq | 0.58 | 0.50 |" in made.text
