@@ -253,10 +253,12 @@ def backward(
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     summed = bound.parts > 1
     dk, dv = ((torch.empty if summed else make)(each.shape, dtype=q.dtype, device=q.device) for each in (k, v))
-    parts = PartsTensors(None, None, None, None, 0, 0)
+    parts = PartsTensors(dk_parts=None, dv_parts=None, dk=None, dv=None, key_numbers=0, value_numbers=0)
     if summed:
         dk_parts, dv_parts = (make((bound.parts, *each.shape), dtype=torch.float32, device=q.device) for each in (k, v))
-        parts = PartsTensors(dk_parts, dv_parts, dk, dv, k.numel(), v.numel())
+        parts = PartsTensors(
+            dk_parts=dk_parts, dv_parts=dv_parts, dk=dk, dv=dv, key_numbers=k.numel(), value_numbers=v.numel()
+        )
     rows = torch.empty(bound.rows_shape, dtype=torch.float32, device=q.device)
     dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
     tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, dq=dq)
