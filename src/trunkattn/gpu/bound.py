@@ -39,7 +39,7 @@ class TensorKind(NamedTuple):
 
 def tensor_kind(tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor: a launch that was bound for it serves every other tensor of that kind on its device."""
-    return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNMENT == 0)
+    return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), is_aligned(tensor))
 
 
 class _Slot:

@@ -354,4 +354,5 @@ def _bind_main(
     )
     fixed = {"scales": given.scales, "C": constants, "num_warps": 4, "maxnreg": REGISTERS}
     launch = BoundLaunch(hopper_backward_kernel, Grid(num_blocks * num_runs, fixed), _BROUGHT) if num_blocks else None
-    return launch, given, KeyWork(None, None, None, num_runs, section, num_row_blocks=0)
+    work = KeyWork(dk=None, dv=None, block_depths=None, num_runs=num_runs, section=section, num_row_blocks=0)
+    return launch, given, work
