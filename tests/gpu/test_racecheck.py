@@ -99,7 +99,7 @@ def test_a_report_as_it_was_printed() -> None:
     assert count == 2
     assert hazard.first == ("Write", 31, "warp_specialized_kernel", "test_warp_specialization.py", line)
     assert hazard.second == ("Read", 160, "warp_specialized_kernel", "test_warp_specialization.py", line)
-    assert hazard.is_hand_over
+    assert hazard.order == racecheck.HAND_OVER
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,65 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
     }
     hazards = racecheck.hazards_in(report(CONTROL, KERNEL._replace(**parts)))
     assert not racecheck.verdict(hazards)[1]
+
+
+def exchange(kernel: str, write: tuple[str, str], read: tuple[str, str]) -> racecheck.Hazard:
+    """A hazard between two lines, each given by its file and what it begins with."""
+    accesses = [
+        racecheck.Access(what, 0, kernel, Path(path).name, line_of(path, text))
+        for what, (path, text) in (("Write", write), ("Read", read))
+    ]
+    return racecheck.Hazard("Potential RAW", *accesses)
+
+
+PAIRS, LATENT = "src/trunkattn/gpu/mla/pairs.py", "src/trunkattn/gpu/mla/decode.py"
+PRODUCER, TILES = "src/trunkattn/training/hopper/producer.py", "src/trunkattn/training/hopper/query_tiles.py"
+BY_BARRIER = exchange(
+    "exchanging_kernel", (CONTROL_FILE, "shared.index(0).store"), (CONTROL_FILE, "total += shared.index(0)")
+)
+BY_MBARRIER = exchange(
+    "exchanging_kernel", (CONTROL_FILE, "shared.index(2).store"), (CONTROL_FILE, "total += shared.index(2)")
+)
+MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAIRS, "first_max = shared.max_left"))
+ORDERED = [
+    (MAXIMA, BY_BARRIER),
+    (exchange("latent_decode_kernel", (LATENT, "shared.p_right.store"), (LATENT, "return shared.p_right")), BY_BARRIER),
+    (
+        exchange("latent_decode_kernel", (LATENT, "shared.sum_left.store"), (LATENT, "row_sum = shared.sum_left")),
+        BY_BARRIER,
+    ),
+    (
+        exchange("hopper_forward_kernel", (PRODUCER, "memory.info.index(i).store"), (TILES, "fields += (gl.max(info")),
+        BY_MBARRIER,
+    ),
+]
+
+
+@pytest.mark.parametrize(("hazard", "control"), ORDERED)
+def test_what_a_barrier_orders_is_set_aside_if_the_control_is_reported_too(
+    hazard: racecheck.Hazard, control: racecheck.Hazard
+) -> None:
+    assert racecheck.verdict(Counter([hazard, control]))[1]
+    assert not racecheck.verdict(Counter([hazard]))[1]
+    other = BY_MBARRIER if control is BY_BARRIER else BY_BARRIER
+    lines, clean = racecheck.verdict(Counter([hazard, other]))
+    assert not clean
+    assert any("a race" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "hazard",
+    [
+        MAXIMA._replace(kind="Potential WAR"),
+        MAXIMA._replace(first=MAXIMA.first._replace(line=line_of(PAIRS, "shared.p_left.store"))),  # another barrier
+        MAXIMA._replace(second=MAXIMA.second._replace(line=line_of(PAIRS, "last_max = shared.max_right"))),
+        MAXIMA._replace(second=MAXIMA.second._replace(kernel="exchanging_kernel")),
+        MAXIMA._replace(first=MAXIMA.first._replace(file="common.py")),  # of which there are several
+        MAXIMA._replace(first=MAXIMA.second, second=MAXIMA.first),
+    ],
+)
+def test_what_no_barrier_orders_is_a_race(hazard: racecheck.Hazard) -> None:
+    assert not racecheck.verdict(Counter([hazard, BY_BARRIER, BY_MBARRIER]))[1]
 
 
 def test_a_kernel_without_warp_specialization_has_no_hand_over() -> None:

@@ -13,13 +13,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import BOX_DIMS, BOX_TOKENS, SWIZZLED, opaque, reinterpret
 
-# Empty barriers, by the number of the one of stage 0. An SM has 16 named barriers for a CTA; Triton takes 0, 1 and one
-# for each partition of warps.
+# Empty barriers, by the number of the one of stage 0
 BAR_K_EMPTY, BAR_V_EMPTY = gl.constexpr(8), gl.constexpr(10)
 BAR_KV_EMPTY: Final = 12
-NUM_BARRIERS: Final = 16
 
 # Names of Triton 3.9, and of 3.6
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -100,8 +99,7 @@ def producer_acquire(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
     """Waits until all consumer warps have released the stage that block `index` goes to. The first blocks find it
     empty."""
     if index >= SHAPE.num_stages:
-        operands = [gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, gl.to_tensor(SHAPE.num_threads)]
-        gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+        barrier_sync(gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, SHAPE.num_threads)
 
 
 @gluon.jit
@@ -130,10 +128,8 @@ def consumer_wait(pipeline, index, SHAPE: gl.constexpr, pred=True):
 
 @gluon.jit
 def consumer_release(index, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
-    """This warp has read block `index`. It arrives without waiting, unlike with `mbarrier.arrive`: Triton has all warps
-    of the partition meet before that, and Triton 3.6 behind it too.
+    """This warp has read block `index`.
 
     A warp cannot release a stage twice before the producer acquires it, since the stage is filled again only then.
     Nobody acquires what is released at the end of a kernel."""
-    operands = [gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, gl.to_tensor(SHAPE.num_threads)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    barrier_arrive(gl.to_tensor(BAR_EMPTY) + index % SHAPE.num_stages, SHAPE.num_threads)

@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper import prefill, spec
+from trunkattn.gpu.hopper.barriers import NUM_BARRIERS
 from trunkattn.gpu.hopper.common import (
     LAYER,
     NEG_INF,
@@ -38,7 +39,6 @@ from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
     BAR_KV_EMPTY,
     BAR_V_EMPTY,
-    NUM_BARRIERS,
     PipelineShape,
     allocate_boxes,
     consumer_release,

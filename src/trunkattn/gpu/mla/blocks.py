@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import SWIZZLED, opaque, reinterpret, scheduled_task
 from trunkattn.gpu.hopper.pipeline import tma_load
 from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_START, ITEM_SHARED_END
@@ -22,8 +23,8 @@ HALF_DIM = gl.constexpr(256)
 NUM_BUFFERS: Final = 2
 PART_COLUMNS = gl.constexpr(64)  # of a TMA box: as wide as a swizzled row
 HALF_PARTS = gl.constexpr(4)
-# Named barriers of a CTA: Triton takes the first ones, 0, 1 and one for each partition of warps. Empty barriers: of the
-# left half of buffer 0, its right half, its rope columns, and those of buffer 1.
+# The first empty barrier: of the left half of buffer 0. Then come those of its right half, of its rope columns, and of
+# buffer 1.
 BAR_EMPTY = gl.constexpr(5)
 PARTS = gl.constexpr(3)  # of a block
 LEFT, RIGHT, ROPE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -110,34 +111,28 @@ def part_wait(buffers, BUFFER: gl.constexpr, PART: gl.constexpr, uses):
 
 @gluon.jit
 def part_release(BUFFER: gl.constexpr, PART: gl.constexpr):
-    """This warp has read a part. It arrives without waiting; see `pipeline.consumer_release`."""
-    BARRIER: gl.constexpr = BAR_EMPTY + BUFFER * PARTS + PART
-    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_CONSUMER_AND_PRODUCER)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    """This warp has read a part."""
+    barrier_arrive(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
 
 
 @gluon.jit
 def _part_acquire(BUFFER: gl.constexpr, PART: gl.constexpr, uses):
     """Waits until the part is released. The first use finds it empty."""
     if uses > 0:
-        BARRIER: gl.constexpr = BAR_EMPTY + BUFFER * PARTS + PART
-        operands = [gl.to_tensor(BARRIER), gl.to_tensor(_CONSUMER_AND_PRODUCER)]
-        gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+        barrier_sync(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
 
 
 @gluon.jit
 def queries_sync():
     """A producer warp waits until the loads of the first queries are under way: behind its own they would wait for all
     of these."""
-    operands = [gl.to_tensor(_BAR_QUERIES), gl.to_tensor(_ALL_THREADS)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    barrier_sync(_BAR_QUERIES, _ALL_THREADS)
 
 
 @gluon.jit
 def queries_arrive():
     """A consumer warp has started those loads."""
-    operands = [gl.to_tensor(_BAR_QUERIES), gl.to_tensor(_ALL_THREADS)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    barrier_arrive(_BAR_QUERIES, _ALL_THREADS)
 
 
 class Boxes(NamedTuple):

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import NEG_INF, SWIZZLED, WARPGROUP_ROWS, pdl_trigger, pdl_wait, prefetch_to_l2
 from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
 from trunkattn.gpu.hopper.segments import row_tiles_of
@@ -40,12 +41,12 @@ from trunkattn.gpu.mla.blocks import (
 )
 from trunkattn.gpu.mla.pairs import (
     BAR_BOTH,
+    BOTH_THREADS,
     Item,
     Shared,
     State,
     left_last,
     left_pair,
-    meet,
     right_last,
     right_pair,
     to_acc_layout,
@@ -178,7 +179,7 @@ def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.cons
         if WHICH == LEFT:
             shared.p_right.store(-shared.p_right.load(LAYOUT))
     fence_async_shared()
-    meet(BAR_BOTH)
+    barrier_sync(BAR_BOTH, BOTH_THREADS)
     return shared.p_right.load(gl.DotOperandLayout(0, C.scores, 2))
 
 
@@ -200,11 +201,11 @@ def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.con
     """Writes half of the columns of an item's rows, as partials or to `layer.out`."""
     if WHICH == LEFT:
         shared.sum_left.store(state.row_sum)
-        meet(BAR_BOTH)
+        barrier_sync(BAR_BOTH, BOTH_THREADS)
         row_sum = state.row_sum + shared.sum_right.load(gl.SliceLayout(1, C.scores))
     else:
         shared.sum_right.store(state.row_sum)
-        meet(BAR_BOTH)
+        barrier_sync(BAR_BOTH, BOTH_THREADS)
         row_sum = shared.sum_left.load(gl.SliceLayout(1, C.scores)) + state.row_sum
     inverse_sum, lse = finalize(state.row_max, row_sum)
     out = state.acc * to_acc_layout(inverse_sum, C)[:, None]

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import softmax_step
 from trunkattn.gpu.mla.blocks import (
@@ -30,10 +31,10 @@ from trunkattn.gpu.mla.blocks import (
     read_segments,
 )
 
-# Named barriers at which the two warpgroups meet, behind the empty barriers
+# Barriers at which the two warpgroups meet, behind the empty barriers
 _BAR_MAX, _BAR_RIGHT, _BAR_LEFT = gl.constexpr(11), gl.constexpr(12), gl.constexpr(13)
 BAR_BOTH = gl.constexpr(14)
-_BOTH_THREADS = gl.constexpr(256)
+BOTH_THREADS = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
@@ -65,20 +66,6 @@ class Item(NamedTuple):
     scale: Any
     mask: Any
     blocks: Any
-
-
-@gluon.jit
-def _arrive(BARRIER: gl.constexpr):
-    """Arrives at a barrier of both warpgroups without waiting."""
-    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_BOTH_THREADS)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
-
-
-@gluon.jit
-def meet(BARRIER: gl.constexpr):
-    """Waits at a barrier of both warpgroups."""
-    operands = [gl.to_tensor(BARRIER), gl.to_tensor(_BOTH_THREADS)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
 
 
 @gluon.jit
@@ -134,16 +121,16 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     mask = mask_block(item.mask, read, C) if MASK else 0
     p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, item.scale, mask, MASK, 0.0)
     shared.max_left.store(row_max)
-    _arrive(_BAR_MAX)
+    barrier_arrive(_BAR_MAX, BOTH_THREADS)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p.to(shared.q.dtype), C)
     acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
-    meet(_BAR_RIGHT)
+    barrier_sync(_BAR_RIGHT, BOTH_THREADS)
     last_max = shared.max_right.load(ROWS)
     again = gl.exp2(row_max - last_max)
     shared.p_left.store((p * again[:, None]).to(shared.q.dtype))
     fence_async_shared()
-    _arrive(_BAR_LEFT)
+    barrier_arrive(_BAR_LEFT, BOTH_THREADS)
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
     part_release(0, LEFT)
     acc = acc * to_acc_layout(again, C)[:, None]
@@ -162,19 +149,19 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
         read = read_segments(item.mask, item.blocks, nth + 1, C)
     scores = _scores_of(shared, item.q_rope, buffers, uses, RIGHT, C)
     mask = mask_block(item.mask, read, C) if MASK else 0
-    meet(_BAR_MAX)
+    barrier_sync(_BAR_MAX, BOTH_THREADS)
     first_max = shared.max_left.load(ROWS)
     p, _, row_max, new_sum = softmax_step(first_max, state.row_sum * 0, scores, item.scale, mask, MASK, 0.0)
     shared.max_right.store(row_max)
     p_own = p.to(shared.q.dtype)
     shared.p_right.store(p_own)
     fence_async_shared()
-    _arrive(_BAR_RIGHT)
+    barrier_arrive(_BAR_RIGHT, BOTH_THREADS)
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
     acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
-    meet(_BAR_LEFT)
+    barrier_sync(_BAR_LEFT, BOTH_THREADS)
     acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(1, deps=(acc, p_own))
     part_release(1, RIGHT)
@@ -192,11 +179,11 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
     mask = mask_block(item.mask, read, C)
     p, rescale, row_max, row_sum = softmax_step(state.row_max, state.row_sum, scores, item.scale, mask, True, 0.0)
     p_own = p.to(shared.q.dtype)
-    meet(_BAR_RIGHT)  # the right warpgroup has read the left probabilities of the pair before
+    barrier_sync(_BAR_RIGHT, BOTH_THREADS)  # the right warpgroup has read the left probabilities of the pair before
     shared.max_left.store(row_max)
     shared.p_left.store(p_own)
     fence_async_shared()
-    _arrive(_BAR_MAX)
+    barrier_arrive(_BAR_MAX, BOTH_THREADS)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
     acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
@@ -208,8 +195,8 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
 @gluon.jit
 def right_last(state, shared, buffers, uses, C: gl.constexpr):
     """Adds the last block of an item with an odd number of blocks to the right half of the output."""
-    _arrive(_BAR_RIGHT)
-    meet(_BAR_MAX)
+    barrier_arrive(_BAR_RIGHT, BOTH_THREADS)
+    barrier_sync(_BAR_MAX, BOTH_THREADS)
     row_max = shared.max_left.load(gl.SliceLayout(1, C.scores))
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]

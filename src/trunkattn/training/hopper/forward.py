@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
+from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import (
     AttentionState,
@@ -32,6 +33,7 @@ from trunkattn.gpu.hopper.online_softmax import (
     times_rows,
 )
 from trunkattn.gpu.hopper.pipeline import (
+    BAR_KV_EMPTY,
     KvPipelines,
     consumer_wait,
     warps_sync,
@@ -61,6 +63,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 _OWN_OUT_BYTES: Final = 192 << 10  # of shared memory; outputs for which it would take more have none of their own
 _SECTION_BYTES: Final = 4 << 20  # of keys and values of a section, which has a KV head at least
 _CLEARED_ROWS = gl.constexpr(32)  # at once
+_BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 1)  # behind that of the queries
 _LOG2_E = gl.constexpr(LOG2_E)
 _BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "out_desc", "outputs", "tables")  # by each call
 
@@ -145,7 +148,7 @@ def _with_sink(lse, sink):
 
 
 @gluon.jit
-def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
+def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Rows m [64] of a tile. Returns their outputs, lse and the index of the next block of the pipelines."""
     T: gl.constexpr = C.mainloop
     sight, keys = sight_of(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
@@ -158,7 +161,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
     if C.own_out:
         release_queries(C)
     if C.variant.packed:
-        _clear_values(kv, index, box.before - keys.last, C)
+        _clear_values(kv, index, box.before - keys.last, WARPGROUP, C)
     parts, lse = finish_attention(state.attention, kv, state.index, T)
     if C.variant.sinks:
         sink = gl.load(tables.sinks + tile.head)
@@ -170,9 +173,9 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, C: gl.constexpr):
 
 
 @gluon.jit
-def _clear_values(kv, index, count, C: gl.constexpr):
+def _clear_values(kv, index, count, WARPGROUP: gl.constexpr, C: gl.constexpr):
     """Sets the first values of block `index` to 0, if count > 0. Then it is the only block of its sequence, and they
-    are of the sequence before, and may be NaN. Every warpgroup stores the same."""
+    are of the sequence before, and may be NaN. Each warpgroup clears its part, and both read all."""
     V: gl.constexpr = C.value_shape
     COPY: gl.constexpr = V.copy
     SLICES: gl.constexpr = V.block_n // _CLEARED_ROWS
@@ -180,13 +183,13 @@ def _clear_values(kv, index, count, C: gl.constexpr):
         consumer_wait(kv.v, index, V)
         for part in gl.static_range(len(V.parts)):
             tile = part_of(kv.v.tiles, part, V).index(index % V.num_stages)
-            for i in gl.static_range(SLICES):
+            for i in gl.static_range(WARPGROUP, SLICES, 2):
                 rows = tile.slice(i * _CLEARED_ROWS, _CLEARED_ROWS)
                 row = i * _CLEARED_ROWS + gl.arange(0, _CLEARED_ROWS, gl.SliceLayout(1, COPY))
                 cleared = rows.load(COPY)
                 rows.store(gl.where((row < count)[:, None], 0.0, cleared).to(cleared.dtype))
         fence_async_shared()
-        warps_sync()
+        barrier_sync(_BAR_CLEARED, C.tile.block_m // WARPGROUP_ROWS * 128)
 
 
 @gluon.jit
@@ -239,19 +242,18 @@ def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, 
     seqlen_q, num_heads = out_desc.shape[1], out_desc.shape[2]
     begin: gl.constexpr = WARPGROUP * WARPGROUP_ROWS
     index, turn = 0, 0
-    mbarrier.wait(memory.q_full.index(0), 0)
-    tile = read_tile(memory.info)
+    full = memory.q_full.index(0)
+    tile = read_tile(memory.info, full, turn)
     while tile.head >= 0:
         m = begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
         q_tile = _tile_at(memory.q_tiles, WARPGROUP, C)
-        parts, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, C)
+        parts, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, WARPGROUP, C)
         _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP, C)
         m = tile.first + begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ACC))
         row = (tile.batch * num_heads + tile.head).to(gl.int64) * seqlen_q + tile.begin_q + m
         gl.store(outputs.lse + row, lse, mask=m < tile.len_q)
         turn += 1
-        mbarrier.wait(memory.q_full.index(0), turn % 2)
-        tile = read_tile(memory.info)
+        tile = read_tile(memory.info, full, turn)
     tma.store_wait(0)
 
 

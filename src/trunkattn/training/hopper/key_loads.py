@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import BOX_DIMS, SWIZZLED, WARPGROUP_ROWS, reinterpret
 from trunkattn.gpu.hopper.pipeline import producer_acquire, tma_load
 from trunkattn.training.hopper.key_blocks import (
@@ -134,8 +135,7 @@ def produce(work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C
 @gluon.jit
 def consumers_meet():
     """All consumer warps meet."""
-    operands = [gl.to_tensor(_BAR_CONSUMERS), gl.to_tensor(_NUM_CONSUMERS)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    barrier_sync(_BAR_CONSUMERS, _NUM_CONSUMERS)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import (
     BAR_K_EMPTY,
@@ -17,6 +18,7 @@ from trunkattn.gpu.hopper.pipeline import (
 )
 from trunkattn.training.hopper.memory import load_tile
 from trunkattn.training.hopper.query_tiles import (
+    FIELDS,
     IN_WARP,
     QueryTile,
     find_tile,
@@ -24,7 +26,6 @@ from trunkattn.training.hopper.query_tiles import (
     tile_keys,
     tile_order,
     walk_keys,
-    write_tile,
 )
 
 _BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
@@ -72,15 +73,13 @@ def _load_step(state, at, more, loads, SEEN: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _acquire_queries(C: gl.constexpr):
     """Waits until all consumer warps have released the queries."""
-    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
-    gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    barrier_sync(_BAR_Q_EMPTY, C.mainloop.num_threads)
 
 
 @gluon.jit
 def release_queries(C: gl.constexpr):
-    """This warp has read the queries. See `consumer_release`."""
-    operands = [gl.to_tensor(_BAR_Q_EMPTY), gl.to_tensor(C.mainloop.num_threads)]
-    gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
+    """This warp has read the queries."""
+    barrier_arrive(_BAR_Q_EMPTY, C.mainloop.num_threads)
 
 
 @gluon.jit
@@ -90,7 +89,8 @@ def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
     CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
     if not first:
         _acquire_queries(C)
-    write_tile(memory.info, tile)
+    for i in gl.static_range(FIELDS):
+        memory.info.index(i).store(gl.full([1], 0, gl.int32, IN_WARP) + tile[i])
     warps_sync()
     full = memory.q_full.index(0)
     if tile.head < 0:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trunkattn.training.common import (
     Depths,
@@ -82,7 +83,7 @@ class Box(NamedTuple):
 # whose subtree holds it, and those in its window
 ALL_SEEN, MASKED, MASKED_BEFORE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
-_FIELDS = gl.constexpr(len(QueryTile._fields))
+FIELDS = gl.constexpr(len(QueryTile._fields))
 INFO_SLOTS = gl.constexpr(8)  # a power of two
 # Numbers over the threads of a warp, and of a warpgroup
 IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -90,30 +91,14 @@ IN_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def write_tile(info, tile):
-    """Writes a tile to shared memory, int32 [8, 1]. One warp does."""
-    LAYOUT: gl.constexpr = IN_WARP
-    for i in gl.static_range(_FIELDS):
-        info.index(i).store(gl.full([1], 0, gl.int32, LAYOUT) + tile[i])
-
-
-@gluon.jit
-def _read(info, i: gl.constexpr):
-    return gl.max(info.index(i).load(IN_WARPGROUP), 0)
-
-
-@gluon.jit
-def read_tile(info):
-    """The tile in shared memory. A warpgroup reads it."""
-    return QueryTile(
-        first=_read(info, 0),
-        head=_read(info, 1),
-        batch=_read(info, 2),
-        begin_q=_read(info, 3),
-        len_q=_read(info, 4),
-        begin_k=_read(info, 5),
-        len_k=_read(info, 6),
-    )
+def read_tile(info, full, turn):
+    """The tile at a turn of a CTA, once the producer has written it. A warpgroup reads it. info: the tile's fields in
+    shared memory, int32 [8, 1]; full: their full barrier."""
+    mbarrier.wait(full, turn % 2)
+    fields: gl.tuple = ()
+    for i in gl.static_range(FIELDS):
+        fields += (gl.max(info.index(i).load(IN_WARPGROUP), 0),)
+    return QueryTile(*fields)
 
 
 @gluon.jit
