@@ -46,8 +46,8 @@ test-compile: .venv/.stamp  ## Compile the GPU kernels for every card, head dime
 GPU_WORKERS ?= 8
 test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race checkers on a few of them
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(GPU_WORKERS) tests/on_gpu
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu -k sanitizer tests/on_gpu
-	$(PYTHON) tests/on_gpu/racecheck.py
+	$(PYTHON) tests/on_gpu/sanitizer.py memcheck
+	$(PYTHON) tests/on_gpu/sanitizer.py racecheck
 
 # Each worker imports an engine and compiles what runs on the CPU. CI runs both plug-ins at once, with a worker each.
 PLUGIN_WORKERS := 2

@@ -1,6 +1,7 @@
-"""compute-sanitizer's race checker over the tests named for it. Run by `make test-gpu`; ends with 1 if there is a race.
+"""compute-sanitizer's checkers of memory and of races over the tests named for it, each in a process of its own. Run by
+`make test-gpu`; ends with 1 if a test fails or a checker finds anything.
 
-The checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
+The race checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
 reports what one warp wrote ahead of a barrier and another read behind it, also in CUDA C++ with nothing but
 `bar.sync 1, 256` between them. Two kinds of such reports are counted and set aside, each only if the checker makes them
 of a control, too, a kernel of a few lines in test_warp_specialization.py:
@@ -29,9 +30,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
 OF_OTHERS = ["--kernel-name-exclude", "regex=^_Z|gemm|cutlass|cudnn|cublas"]  # PyTorch's kernels, which are in C++
-CHECKER = ["compute-sanitizer", *OF_OTHERS, "--tool", "racecheck", "--racecheck-report", "hazard"]
-CHECKER += ["--show-backtrace", "no"]
-ALL = ["--print-limit", "100000000"]
+CHECKER = ["compute-sanitizer", *OF_OTHERS, "--show-backtrace", "no", "--tool"]
+RACECHECK = ["racecheck", "--racecheck-report", "hazard", "--print-limit", "100000000"]
+MEMCHECK = ["memcheck", "--error-exitcode", "1"]
 CONTROLS = ("warp_specialized_kernel", "exchanging_kernel")
 CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
 HAND_OVER, NAMED, MBARRIER = "Triton's hand-over to partitions", "ordered by a named barrier", "ordered by an mbarrier"
@@ -172,32 +173,48 @@ def named(options: list[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line and line != CONTROL_TEST]
 
 
-def check(test: str, control: Counter[Hazard]) -> tuple[bool, Counter[Hazard]]:
-    """Whether a test passed under the checker without a race, and what was found in it. Prints what pytest does, and
-    the places of what was found; a report that cannot be read counts as a test that failed. control: what was found in
-    the control, nothing for itself."""
-    done = subprocess.run([*CHECKER, *ALL, *PYTEST, test], cwd=ROOT, capture_output=True, text=True, check=False)
-    others = [line for line in done.stdout.splitlines() if "========= " not in line]  # pytest's
+def run(checker: list[str], test: str) -> tuple[bool, str, str]:
+    """Whether a test passed under a checker, what both printed, and of this what is not the checker's."""
+    done = subprocess.run([*CHECKER, *checker, *PYTEST, test], cwd=ROOT, capture_output=True, text=True, check=False)
+    others = [line for line in done.stdout.splitlines() if "========= " not in line]
+    return done.returncode == 0, done.stdout, "\n".join([*others, done.stderr])
+
+
+def check_races(test: str, control: Counter[Hazard]) -> tuple[bool, Counter[Hazard]]:
+    """Whether a test passed without a race, and what was found in it. Prints what pytest does, and the places of what
+    was found; a report that cannot be read counts as a test that failed. control: what was found in the control,
+    nothing for itself."""
+    passed, report, others = run(RACECHECK, test)
     hazards, clean = Counter[Hazard](), False
     try:
-        hazards = hazards_in(done.stdout)
+        hazards = hazards_in(report)
         lines, clean = verdict(hazards + control)
     except ValueError as reason:
         lines = [str(reason)]
-    print(test, *others, done.stderr, *lines, sep="\n", flush=True)
-    return done.returncode == 0 and clean, hazards
+    print(test, others, *lines, sep="\n", flush=True)
+    return passed and clean, hazards
+
+
+def check_memory(test: str) -> bool:
+    """Whether a test passed without an access outside of what is allocated. Prints what it and the checker print."""
+    passed, report, others = run(MEMCHECK, test)
+    print(test, others if passed else report + others, sep="\n", flush=True)
+    return passed
 
 
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="further options are pytest's")
-    parser.add_argument("-n", type=int, default=8, help="tests at once, each in a process of its own")
+    parser.add_argument("tool", choices=("memcheck", "racecheck"))
+    parser.add_argument("-n", type=int, default=8, help="tests at once")
     arguments, options = parser.parse_known_args()
-    passed, control = check(CONTROL_TEST, Counter())
+    check, passed = check_memory, True
+    if arguments.tool == "racecheck":
+        passed, control = check_races(CONTROL_TEST, Counter())
+        check = lambda test: check_races(test, control)[0]  # noqa: E731
     tests = named(options)
     with ThreadPoolExecutor(arguments.n) as pool:
-        results = pool.map(lambda test: check(test, control)[0], tests)
-        failed = [test for test, clean in zip(tests, results, strict=True) if not clean]
+        failed = [test for test, clean in zip(tests, pool.map(check, tests), strict=True) if not clean]
     print(*(f"failed: {test}" for test in failed), sep="\n")
     return int(not passed or bool(failed))
 

@@ -1,13 +1,14 @@
-"""What `make test-gpu` reads from the race checker's report."""
+"""How `make test-gpu` runs the checkers, and what it reads from the race checker's report."""
 
 import ast
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ..on_gpu import racecheck
+from ..on_gpu import sanitizer
 
 HEAD = "========= COMPUTE-SANITIZER\n"
 # as it was printed on a card, between pytest's dots
@@ -20,7 +21,7 @@ PRINTED = """.========= Error: Potential RAW hazard detected at __shared__ 0x433
 """
 
 
-def report(*hazards: racecheck.Hazard) -> str:
+def report(*hazards: sanitizer.Hazard) -> str:
     lines = [HEAD]
     for kind, *accesses in hazards:
         lines.append(f"========= Error: {kind} hazard detected at __shared__ 0x14140 in block (18,0,0) :\n")
@@ -36,17 +37,17 @@ def summary(count: int) -> str:
 
 def line_of(path: str, text: str) -> int:
     """path: from the project's root."""
-    for number, line in enumerate((racecheck.ROOT / path).read_text().splitlines(), 1):
+    for number, line in enumerate((sanitizer.ROOT / path).read_text().splitlines(), 1):
         if line.strip().startswith(text):
             return number
     raise LookupError(f"no line of {path} begins with {text!r}")
 
 
-def hand_over(kernel: str, path: str) -> racecheck.Hazard:
+def hand_over(kernel: str, path: str) -> sanitizer.Hazard:
     """The hazard of a kernel that the checker names by the last part of its path."""
     place = (kernel, Path(path).name, line_of(path, f"def {kernel}("))
-    return racecheck.Hazard(
-        "Potential RAW", racecheck.Access("Write", 95, *place), racecheck.Access("Read", 192, *place)
+    return sanitizer.Hazard(
+        "Potential RAW", sanitizer.Access("Write", 95, *place), sanitizer.Access("Read", 192, *place)
     )
 
 
@@ -60,16 +61,16 @@ CONTROL, KERNEL = (
 def warp_specialized() -> list[tuple[str, str]]:
     """Every kernel of the project that hands over to partitions, and its file."""
     found = []
-    for path in sorted((racecheck.ROOT / "src/trunkattn").rglob("*.py")):
+    for path in sorted((sanitizer.ROOT / "src/trunkattn").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and "gl.warp_specialize(" in ast.unparse(node):
-                found.append((node.name, str(path.relative_to(racecheck.ROOT))))
+                found.append((node.name, str(path.relative_to(sanitizer.ROOT))))
     return found
 
 
 @pytest.mark.parametrize(("kernel", "path"), warp_specialized())
 def test_the_hand_over_of_every_kernel_is_known(kernel: str, path: str) -> None:
-    lines, clean = racecheck.verdict(Counter([CONTROL, hand_over(kernel, path)]))
+    lines, clean = sanitizer.verdict(Counter([CONTROL, hand_over(kernel, path)]))
     assert clean, lines
 
 
@@ -84,10 +85,10 @@ def test_kernels_of_all_folders_are_among_them() -> None:
 
 def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
     end = KERNEL.first._replace(line=line_of(DECODE_FILE, "gl.warp_specialize("))
-    lines, clean = racecheck.verdict(racecheck.hazards_in(report(KERNEL, CONTROL, KERNEL, KERNEL._replace(first=end))))
+    lines, clean = sanitizer.verdict(sanitizer.hazards_in(report(KERNEL, CONTROL, KERNEL, KERNEL._replace(first=end))))
     assert clean
     assert [line.split(" x ")[0] for line in lines] == ["2", "1", "1"]
-    lines, clean = racecheck.verdict(racecheck.hazards_in(report(KERNEL)))
+    lines, clean = sanitizer.verdict(sanitizer.hazards_in(report(KERNEL)))
     assert not clean
     assert "a race" in lines[0]
 
@@ -95,11 +96,11 @@ def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
 def test_a_report_as_it_was_printed() -> None:
     line = line_of(CONTROL_FILE, "def warp_specialized_kernel(")
     printed = HEAD + PRINTED.format(written=line, read=line) + PRINTED.format(written=line, read=line) + summary(2)
-    ((hazard, count),) = racecheck.hazards_in(printed).items()
+    ((hazard, count),) = sanitizer.hazards_in(printed).items()
     assert count == 2
     assert hazard.first == ("Write", 31, "warp_specialized_kernel", "test_warp_specialization.py", line)
     assert hazard.second == ("Read", 160, "warp_specialized_kernel", "test_warp_specialization.py", line)
-    assert hazard.order == racecheck.HAND_OVER
+    assert hazard.order == sanitizer.HAND_OVER
 
 
 @pytest.mark.parametrize(
@@ -123,17 +124,17 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
         name: getattr(KERNEL, name)._replace(**change) if isinstance(change, dict) else change
         for name, change in changes.items()
     }
-    hazards = racecheck.hazards_in(report(CONTROL, KERNEL._replace(**parts)))
-    assert not racecheck.verdict(hazards)[1]
+    hazards = sanitizer.hazards_in(report(CONTROL, KERNEL._replace(**parts)))
+    assert not sanitizer.verdict(hazards)[1]
 
 
-def exchange(kernel: str, write: tuple[str, str], read: tuple[str, str]) -> racecheck.Hazard:
+def exchange(kernel: str, write: tuple[str, str], read: tuple[str, str]) -> sanitizer.Hazard:
     """A hazard between two lines, each given by its file and what it begins with."""
     accesses = [
-        racecheck.Access(what, 0, kernel, Path(path).name, line_of(path, text))
+        sanitizer.Access(what, 0, kernel, Path(path).name, line_of(path, text))
         for what, (path, text) in (("Write", write), ("Read", read))
     ]
-    return racecheck.Hazard("Potential RAW", *accesses)
+    return sanitizer.Hazard("Potential RAW", *accesses)
 
 
 PAIRS, LATENT = "src/trunkattn/gpu/mla/pairs.py", "src/trunkattn/gpu/mla/decode.py"
@@ -161,12 +162,12 @@ ORDERED = [
 
 @pytest.mark.parametrize(("hazard", "control"), ORDERED)
 def test_what_a_barrier_orders_is_set_aside_if_the_control_is_reported_too(
-    hazard: racecheck.Hazard, control: racecheck.Hazard
+    hazard: sanitizer.Hazard, control: sanitizer.Hazard
 ) -> None:
-    assert racecheck.verdict(Counter([hazard, control]))[1]
-    assert not racecheck.verdict(Counter([hazard]))[1]
+    assert sanitizer.verdict(Counter([hazard, control]))[1]
+    assert not sanitizer.verdict(Counter([hazard]))[1]
     other = BY_MBARRIER if control is BY_BARRIER else BY_BARRIER
-    lines, clean = racecheck.verdict(Counter([hazard, other]))
+    lines, clean = sanitizer.verdict(Counter([hazard, other]))
     assert not clean
     assert any("a race" in line for line in lines)
 
@@ -182,21 +183,37 @@ def test_what_a_barrier_orders_is_set_aside_if_the_control_is_reported_too(
         MAXIMA._replace(first=MAXIMA.second, second=MAXIMA.first),
     ],
 )
-def test_what_no_barrier_orders_is_a_race(hazard: racecheck.Hazard) -> None:
-    assert not racecheck.verdict(Counter([hazard, BY_BARRIER, BY_MBARRIER]))[1]
+def test_what_no_barrier_orders_is_a_race(hazard: sanitizer.Hazard) -> None:
+    assert not sanitizer.verdict(Counter([hazard, BY_BARRIER, BY_MBARRIER]))[1]
 
 
 def test_a_kernel_without_warp_specialization_has_no_hand_over() -> None:
-    hazards = racecheck.hazards_in(report(CONTROL, hand_over("decode_kernel", "src/trunkattn/gpu/portable/decode.py")))
-    assert not racecheck.verdict(hazards)[1]
+    hazards = sanitizer.hazards_in(report(CONTROL, hand_over("decode_kernel", "src/trunkattn/gpu/portable/decode.py")))
+    assert not sanitizer.verdict(hazards)[1]
 
 
 def test_no_hazard_is_clean() -> None:
-    assert racecheck.verdict(racecheck.hazards_in(report())) == ([], True)
+    assert sanitizer.verdict(sanitizer.hazards_in(report())) == ([], True)
 
 
 def test_a_report_that_is_not_understood_is_an_error() -> None:
     with pytest.raises(ValueError, match="counts 2 hazards, 1 were read"):
-        racecheck.hazards_in(report(KERNEL, CONTROL).replace("Read Thread", "Read by", 1))
+        sanitizer.hazards_in(report(KERNEL, CONTROL).replace("Read Thread", "Read by", 1))
     with pytest.raises(ValueError, match="counts None hazards"):
-        racecheck.hazards_in("no summary")
+        sanitizer.hazards_in("no summary")
+
+
+@pytest.mark.parametrize(
+    ("status", "printed"), [(0, "1 passed"), (1, "========= Invalid __global__ read of size 4\n1 passed")]
+)
+def test_a_test_under_the_memory_checker(
+    status: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checker(command: list[str], **options: Any) -> SimpleNamespace:
+        assert command[0] == "compute-sanitizer"
+        assert command[command.index("--tool") + 1] == "memcheck"
+        return SimpleNamespace(returncode=status, stdout=printed, stderr="")
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", checker)
+    assert sanitizer.check_memory("tests/on_gpu/test_card.py::test_for_the_sanitizer") == (status == 0)
+    assert printed in capsys.readouterr().out
