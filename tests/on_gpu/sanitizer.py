@@ -208,10 +208,13 @@ def main() -> int:
     parser.add_argument("tool", choices=("memcheck", "racecheck"))
     parser.add_argument("-n", type=int, default=8, help="tests at once")
     arguments, options = parser.parse_known_args()
-    check, passed = check_memory, True
+    passed, check = True, check_memory
     if arguments.tool == "racecheck":
         passed, control = check_races(CONTROL_TEST, Counter())
-        check = lambda test: check_races(test, control)[0]  # noqa: E731
+
+        def check(test: str) -> bool:
+            return check_races(test, control)[0]
+
     tests = named(options)
     with ThreadPoolExecutor(arguments.n) as pool:
         failed = [test for test, clean in zip(tests, pool.map(check, tests), strict=True) if not clean]
