@@ -170,8 +170,7 @@ class BatchAttention:
         inputs = StepInputs(block_table, seq_lens, query_start_loc, sliding_window, num_pages)
         window = UNLIMITED
         if sliding_window is not None:
-            check_int("sliding_window", sliding_window, at_least=1)
-            window = min(sliding_window, UNLIMITED)
+            window = min(check_int("sliding_window", sliding_window, at_least=1), UNLIMITED)
         if into is not None:
             self._check_into(into, window)
         step, last_page = self._plan_step(inputs, window, into.step if into else None, chunks)

@@ -11,7 +11,7 @@ import torch
 from trunkattn.dtypes import COMPUTE_DTYPES, KV_KINDS
 from trunkattn.names import EXECUTIONS, POLICIES
 from trunkattn.numerics import LOG2_E
-from trunkattn.validate import check_int, check_positive
+from trunkattn.validate import check_positive, keep_int
 
 
 class BackendModules(NamedTuple):
@@ -73,7 +73,7 @@ class Capacity:
             value = getattr(self, field.name)
             if value is None and field.name == "max_query_len":
                 continue
-            check_int(field.name, value, at_least=0 if field.name == "max_chunk_tokens" else 1)
+            keep_int(self, field.name, at_least=0 if field.name == "max_chunk_tokens" else 1)
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            check_int(name, getattr(self, name), at_least=1)
+            keep_int(self, name, at_least=1)
         if self.head_dim_v is not None:
-            check_int("head_dim_v", self.head_dim_v, at_least=1)
+            keep_int(self, "head_dim_v", at_least=1)
         if self.page_size > _MAX_INT32:
             raise ValueError(f"page_size={self.page_size}: expected at most {_MAX_INT32} tokens")
         if self.num_qo_heads % self.num_kv_heads:
@@ -141,7 +141,9 @@ class AttentionConfig:
         if self.kv_dtype is not None and self.kv_dtype not in tuple(KV_KINDS):
             raise ValueError(f"kv_dtype={self.kv_dtype}: expected None or one of {', '.join(map(str, KV_KINDS))}")
         for name in ("sm_scale", "logits_soft_cap"):
-            check_positive(name, getattr(self, name))
+            value = getattr(self, name)
+            check_positive(name, value)
+            object.__setattr__(self, name, None if value is None else float(value))
         for name in ("sinks", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected a bool")
@@ -150,10 +152,10 @@ class AttentionConfig:
         if self.execution not in EXECUTIONS:
             raise ValueError(f"execution={self.execution!r}: expected one of {', '.join(EXECUTIONS)}")
         if self.latent_dim is not None:
+            keep_int(self, "latent_dim", at_least=1)
             self._check_latent(self.latent_dim)
 
     def _check_latent(self, latent_dim: int) -> None:
-        check_int("latent_dim", latent_dim, at_least=1)
         if latent_dim >= self.head_dim:
             raise ValueError(
                 f"latent_dim={latent_dim}: expected less than head_dim={self.head_dim}, the numbers of a cached row, "

@@ -115,8 +115,7 @@ def check_step(
         starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,), device)
     limit = int(np.iinfo(np.int32).max) // page_size  # places in the cache are int32 too
     if inputs.num_pages is not None:
-        check_int("num_pages", inputs.num_pages, at_least=1)
-        limit = min(limit, inputs.num_pages)
+        limit = min(limit, check_int("num_pages", inputs.num_pages, at_least=1))
     if capacity is not None:
         limit = min(limit, capacity.num_pages)
         _within(capacity, num_requests, starts, max_pages)

@@ -1,11 +1,12 @@
 """Checks of single values that every part of the library shares."""
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final
 
 # The positive normal numbers of float32. torch knows them too, but a command checks its options before torch is loaded.
 _SMALLEST: Final = 2.0**-126
 _LARGEST: Final = (2 - 2.0**-23) * 2.0**127
+_LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits
 
 
 def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
@@ -22,18 +23,31 @@ def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) 
         raise TypeError(f"{name}={value!r}: expected {accepted}")
     number = int(value)
     if number < at_least or (at_most is not None and number > at_most):
-        raise ValueError(f"{name}={value!r}: expected {accepted}")
+        raise ValueError(f"{name}={written(number)}: expected {accepted}")
     return number
+
+
+def keep_int(record: Any, name: str, at_least: int, at_most: int | None = None) -> None:
+    """Checks the field `name` of a frozen record as `check_int` does, and keeps it as Python's own integer: those of
+    NumPy overflow in later arithmetic."""
+    object.__setattr__(record, name, check_int(name, getattr(record, name), at_least, at_most))
+
+
+def written(number: int) -> str:
+    """An integer as a message writes it: its size, if it has hundreds of digits."""
+    bits = number.bit_length()
+    return str(number) if bits <= _LONGEST else f"{'-' if number < 0 else ''}(an integer of {bits} bits)"
 
 
 def check_positive(name: str, value: Any) -> None:
     """Raises unless `value` is None or a positive normal number of float32. A bool is no number."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):
         raise TypeError(f"{name}={value!r}: expected None or a number")
-    if not _SMALLEST <= value <= _LARGEST:
+    if not _SMALLEST <= (value if isinstance(value, int) else float(value)) <= _LARGEST:
         smallest, largest = f"{_SMALLEST:.3g}", f"{_LARGEST:.3g}"
         raise ValueError(
-            f"{name}={value}: expected None or a number from {smallest} to {largest}, the range of float32"
+            f"{name}={written(value) if isinstance(value, int) else value}: expected None or a number from {smallest} "
+            f"to {largest}, the range of float32"
         )

@@ -254,3 +254,27 @@ def test_bad_sinks(sinks: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         attention.run(plan, **RUN, sinks=sinks)
     assert torch.isfinite(attention.run(plan, **RUN, sinks=torch.zeros(4))).all()  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_become_pythons_own() -> None:
+    small = {"num_qo_heads": np.uint8(200), "num_kv_heads": np.uint8(100), "head_dim": np.uint8(128)}
+    config = AttentionConfig(
+        **small, page_size=np.uint8(16), dtype=torch.float32, sm_scale=np.float32(0.5), logits_soft_cap=np.float16(20)
+    )
+    assert {type(value) for name, value in vars(config).items() if name in (*small, "page_size")} == {int}
+    assert (config.sm_scale, config.logits_soft_cap) == (0.5, 20.0) and type(config.sm_scale) is float
+    capacity = Capacity(np.uint8(200), np.uint8(200), np.uint8(200), np.uint8(200), max_query_len=np.uint8(3))
+    assert {type(value) for value in vars(capacity).values()} == {int}
+    attention = BatchAttention(GOOD, "cpu")
+    plans = [
+        attention.plan(**STEP, sliding_window=window, num_pages=pages)
+        for window, pages in ((3, 8), map(np.uint8, (3, 8)))
+    ]
+    assert torch.equal(*(attention.run(plan, **RUN) for plan in plans))
+
+
+def test_an_integer_of_thousands_of_digits_is_named_by_its_size() -> None:
+    with pytest.raises(ValueError, match=r"head_dim=-\(an integer of 16610 bits\): expected an integer of at least 1"):
+        replace(GOOD, head_dim=-(10**5000))
+    with pytest.raises(ValueError, match=r"sm_scale=\(an integer of 16610 bits\): expected None or a number"):
+        replace(GOOD, sm_scale=10**5000)

@@ -90,3 +90,92 @@ def test_harmless_tensors_and_other_float_types_pass(folder: Path) -> None:
     assert LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids == plain
     change(folder, {"lm_head.weight": saved["model.embed_tokens.weight"]}, {"tie_word_embeddings": True})
     LLM(folder, num_pages=16)
+
+
+def two_files(folder: Path, first: Tensors, second: Tensors) -> None:
+    """Replaces the folder's weights by two files and their index; a tensor of both is said to be in the first."""
+    (folder / "model.safetensors").unlink()
+    for file, tensors in (("1.safetensors", first), ("2.safetensors", second)):
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+    places = dict.fromkeys(second, "2.safetensors") | dict.fromkeys(first, "1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_one_name_has_one_value(folder: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    plain = LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    first = {name: tensor for name, tensor in saved.items() if "layers.0" in name}
+    second = {name: tensor for name, tensor in saved.items() if name not in first}
+    name = f"{LAYER}.q_proj.weight"
+    two_files(folder, first, {**second, name: first[name]})
+    assert LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids == plain
+    save_file({**second, name: first[name] + 1}, folder / "2.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"its tensor {name} is another one in 1\.safetensors"):
+        inspect_model(folder)
+
+
+def test_the_file_that_is_loaded_is_the_one_that_is_checked(folder: Path) -> None:
+    """transformers takes a model.safetensors and no index beside it."""
+    whole = (folder / "model.safetensors").read_bytes()
+    saved = load_file(folder / "model.safetensors")
+    two_files(folder, saved, {})
+    (folder / "model.safetensors").write_bytes(whole)
+    inspect_model(folder)
+    change(folder, {f"{LAYER}.q_proj.weight": saved[f"{LAYER}.q_proj.weight"].to(torch.float8_e4m3fn)})
+    with pytest.raises(ValueError, match="weights are quantized"):
+        inspect_model(folder)
+
+
+def test_an_adapter_that_nobody_adds_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match=r"it holds an adapter \(adapter_config\.json\), .*merge_and_unload"):
+        inspect_model(folder)
+
+
+UNREAD: dict[str, dict[str, Any]] = {
+    "final_logit_softcapping=30.0, which transformers' llama does not read": {"final_logit_softcapping": 30.0},
+    "logit_scale=0.5, which": {"logit_scale": 0.5},
+    "use_qk_norm=True, which": {"use_qk_norm": True},
+    "partial_rotary_factor=0.5, and transformers' llama rotates all 16": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("message", UNREAD)
+def test_a_field_that_would_change_the_model_and_nobody_reads_is_refused(folder: Path, message: str) -> None:
+    change(folder, {}, UNREAD[message])
+    with pytest.raises(ValueError, match=message):
+        inspect_model(folder)
+
+
+def test_fields_that_change_nothing_pass(folder: Path) -> None:
+    neutral = {"final_logit_softcapping": None, "logit_scale": 1.0, "use_qk_norm": False, "partial_rotary_factor": 1.0}
+    change(folder, {}, {**neutral, "_name_or_path": "a"})
+    inspect_model(folder)
+
+
+BAD_GENERATION: dict[str, str] = {
+    "{": "generation_config.json': it is not JSON",
+    "[]": "it holds no JSON object",
+    '{"temperature": -1}': "temperature=-1: expected a finite number >= 0; correct it or remove the file",
+    '{"top_k": 2.5}': "top_k=2.5: expected an integer",
+    '{"max_new_tokens": 0}': "max_tokens=0: expected an integer",
+    '{"eos_token_id": [3, null]}': "eos_token_id=None: expected an integer",
+}
+
+
+@pytest.mark.parametrize("text", BAD_GENERATION)
+def test_defaults_that_nobody_can_follow_are_refused_at_the_start(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=BAD_GENERATION[text]):
+        inspect_model(folder)
+
+
+@pytest.mark.parametrize("end", [-1, 10**9])
+def test_an_end_that_is_no_token_ends_nothing(folder: Path, end: int) -> None:
+    """`min_tokens` holds the ends of an answer back, and -1 would be the vocabulary's last token."""
+    expected = LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    llm = LLM(folder, num_pages=16)
+    assert not llm.engine.limits.eos_token_ids
+    params = SamplingParams(temperature=0, max_tokens=4, min_tokens=4)
+    assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == expected

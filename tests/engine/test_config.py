@@ -15,6 +15,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"n": 0}, ValueError),
     ({"n": 1.5}, TypeError),
     ({"n": True}, TypeError),
+    ({"n": 2**70}, ValueError),
     ({"temperature": math.nan}, ValueError),
     ({"temperature": math.inf}, ValueError),
     ({"temperature": -0.1}, ValueError),
@@ -155,6 +156,25 @@ def test_numpy_numbers_are_numbers() -> None:
     options: dict[str, Any] = {"n": np.int64(2), "temperature": np.float32(0.5), "top_k": np.int32(3)}
     params = SamplingParams(**options)
     assert (params.n, params.top_k) == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["seed", "min_tokens", "temperature", "top_k", "top_p"])
+def test_a_number_of_thousands_of_digits_is_named_by_its_size(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=\(an integer of 16610 bits\): expected"):
+        SamplingParams(**{name: 10**5000})
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64, np.uint64])
+def test_numpy_integers_become_pythons_own(kind: Any) -> None:
+    """Those of NumPy overflow where Python's do not: -np.uint8(5) is 251."""
+    names = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+    params = SamplingParams(**{name: kind(5) for name in names})
+    assert {name: (type(getattr(params, name)), getattr(params, name)) for name in names} == dict.fromkeys(
+        names, (int, 5)
+    )
+    names = ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "seed")
+    config = EngineConfig(**{name: kind(100) for name in names})
+    assert {type(getattr(config, name)) for name in names} == {int}
 
 
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-4, False), (1, False)])

@@ -121,6 +121,7 @@ def test_a_configuration_per_layer_is_refused_with_its_path(folder: Path, kind: 
         ([1, 2], 2, None, {1, 2}),
         (None, None, 4, {4}),
         (None, 5, 4, {4, 5}),
+        ([-1, 7], -1, None, {7}),
     ],
 )
 def test_every_end_of_sequence_ends_an_answer(config: Any, generation: Any, tokenizer: Any, expected: set[int]) -> None:

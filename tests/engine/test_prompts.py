@@ -1,6 +1,7 @@
 """Prompts and conversations: what becomes of them, and what a bad one says."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": HALF_A_PAIR}], r"messages\[0\].content='bad .*': expected Unicode text"),
     ([{"role": HALF_A_PAIR, "content": "x"}], r"messages\[0\].role='bad .*': expected Unicode text"),
     ([USER, {"role": "user"}], "the model's chat template refuses it"),
+    ([{"role": "user", "content": b"x"}], r"messages\[0\].content=b'x': expected a text or a list of parts"),
+    ([{"role": "user", "content": math.nan}], r"messages\[0\].content=nan: expected a text or a list of parts"),
     ([], r"messages=\[\]: expected at least one message"),
 ]
 
@@ -96,6 +99,12 @@ def test_text_that_is_not_unicode_is_named_and_nothing_starts(llm: LLM) -> None:
         with pytest.raises(ValueError, match=f"{name}=.*: expected Unicode text"):
             SamplingParams(**{name: [HALF_A_PAIR]})
     assert not llm.engine.has_unfinished
+
+
+def test_a_template_that_writes_half_a_surrogate_pair_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ tools[0].name }}{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"messages='bad .ud83dName.*: expected Unicode text"):
+        llm.chat([USER], tools=[{"name": HALF_A_PAIR}])
 
 
 def test_a_template_needs_a_tokenizer() -> None:

@@ -10,6 +10,7 @@ from .conftest import NAME, Server
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
@@ -27,13 +28,15 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETE, {"prompt": "x", "temperature": -1}, "temperature", "temperature=-1: expected a finite number >= 0"),
     (COMPLETE, {"prompt": "x", "temperature": "hot"}, "temperature", "temperature='hot'"),
     (COMPLETE, {"prompt": "x", "top_p": 2}, "top_p", "top_p=2: expected a number in (0, 1]"),
-    (COMPLETE, {"prompt": "x", "n": 0}, "n", "n=0: expected an integer of at least 1"),
+    (COMPLETE, {"prompt": "x", "n": 0}, "n", "n=0: expected an integer from 1 to 16384"),
     (COMPLETE, {"prompt": "x", "n": 129}, "n", "n=129: expected at most 128 answers"),
     (COMPLETE, {"prompt": ["x"] * 2, "n": 65}, "n", "n=65 for 2 prompts: expected at most 128 answers"),
     (COMPLETE, {"prompt": "x", "stop": 3}, "stop", "stop=3"),
     (COMPLETE, {"prompt": "x", "stop": ""}, "stop", "stop="),
     (COMPLETE, {"prompt": "x", "logprobs": -1}, "logprobs", "logprobs=-1"),
     (COMPLETE, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "logit_bias={'a': 1}: expected token ids"),
+    (COMPLETE, {"prompt": "x", "logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids as keys, each of them once"),
+    (COMPLETE, {"prompt": "x", "logit_bias": {"\u0663": 1}}, "logit_bias", "expected token ids as keys"),
     (COMPLETE, {"prompt": "x", "model": "other"}, "model", "model='other': expected 'tiny'"),
     (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of", "best_of=2: expected n"),
     (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix", "suffix='y': this server cannot fill in"),
@@ -53,6 +56,18 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": MESSAGES, "tools": "x"}, "tools", "tools='x'"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice", "expected tools together with it"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "expected the name of one of the tools"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "structured_outputs is given with a tool_choice that forces a call: expected one of them",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": ""}}]},
+        "tools[0].function.name",
+        "tools[0].function.name=''",
+    ),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "expected logprobs=true"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),

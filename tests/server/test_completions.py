@@ -55,6 +55,23 @@ def test_token_ids_and_echo(server: Server, reference: LLM) -> None:
         assert answer.choices[0].text == PROMPT + greedy(reference, PROMPT, 4)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_stream_that_holds_its_beginning_back_echoes_the_prompt(
+    server: Server, reference: LLM, logprobs: int | None
+) -> None:
+    """The first tokens have no text that can be sent while they may become a stop string."""
+    prompts = [PROMPT, PROMPT + "leaf"]
+    stream = server.client().completions.create(
+        model=NAME, prompt=prompts, echo=True, stop=["no such text"], max_tokens=6, temperature=0, stream=True, n=2,
+        logprobs=logprobs,
+    )  # fmt: skip
+    texts = [""] * 4
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [prompt + greedy(reference, prompt, 6) for prompt in prompts for _ in range(2)]
+
+
 def test_log_probabilities(server: Server, reference: LLM) -> None:
     arguments = {"model": NAME, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
     whole = server.client().completions.create(**arguments).choices[0]

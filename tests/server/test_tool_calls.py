@@ -81,6 +81,19 @@ def test_arguments_are_what_the_model_wrote(parser: str, written: str) -> None:
     parsed.calls[0].arguments.encode()
 
 
+@pytest.mark.parametrize("written", ["null", '""', '" "', None])
+def test_no_arguments_are_an_empty_object(written: str | None) -> None:
+    """Clients read them as JSON, and pass them on by name."""
+    call = '{"name": "f"}' if written is None else f'{{"name": "f", "arguments": {written}}}'
+    (found,) = TOOL_CALL_PARSERS["hermes"].parse(f"<tool_call>{call}</tool_call>").calls
+    assert found.arguments == "{}"
+
+
+def test_a_call_has_a_name() -> None:
+    text = '<tool_call>{"name": "", "arguments": {}}</tool_call>'
+    assert TOOL_CALL_PARSERS["hermes"].parse(text).calls == ()
+
+
 @pytest.mark.parametrize("arguments", ["NaN", '{"a": -Infinity}', "[" * 5000, '{"a": 1', '{"a" 1}', '{"a": 1,}'])
 def test_what_is_no_json_is_text(arguments: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkattn.engine.config import check_budget, check_real, check_scheduler_policy
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, keep_int
 
 Progress = Callable[[str, float], None]
 """Called now and then with what is being done, for people, and the share of it that is done, 0 to 1."""
@@ -68,12 +68,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "max_num_seqs", "page_size", "max_num_batched_tokens", "output_tokens"):
-            check_int(name, getattr(self, name), at_least=1)
-        check_int("replicas", self.replicas, at_least=1)
-        check_int("seed", self.seed, at_least=0)
+            keep_int(self, name, at_least=1)
+        keep_int(self, "replicas", at_least=1)
+        keep_int(self, "seed", at_least=0)
         for name in ("num_pages", "kv_cache_bytes", "max_requests"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), at_least=1)
+                keep_int(self, name, at_least=1)
         for concurrency in self.concurrencies:
             check_int("concurrencies", concurrency, at_least=1)
             check_budget(concurrency, self.max_num_batched_tokens)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from trunkattn.names import EXECUTIONS, POLICIES
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, keep_int, written
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+MAX_NUM_SEQS = 1 << 16  # each has a row of the block table from the start
 DEFAULT_CACHE_BYTES = 1 << 30  # on a CPU
 DEFAULT_GPU_SHARE = 0.9  # of the free memory
 
@@ -58,6 +59,8 @@ def _written(value: object, most: int) -> Iterator[str]:
                 yield ", " if place else ""
                 yield from _written(one, most)
             yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+        case int() if not isinstance(value, bool):
+            yield written(value)
         case _:
             yield repr(value)
 
@@ -114,7 +117,7 @@ class EngineConfig:
             `gpu_memory_utilization` at most one can be given.
         kv_cache_bytes: bytes of the KV cache, on a CPU at most half of the machine's memory. None: 1 GiB on a CPU; on a
             GPU `gpu_memory_utilization` decides.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: sequences that run at once, at most 65,536.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
         scheduler_policy: how the tokens of a step are shared out. "chunked_prefill": each running answer gets one
             token, and prompts get the rest of the budget, long ones in chunks (Sarathi-Serve's stall-free batching,
@@ -178,15 +181,17 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("page_size", self.page_size, 1)
+        for name in ("page_size", "max_num_batched_tokens"):
+            keep_int(self, name, 1)
+        keep_int(self, "max_num_seqs", 1, MAX_NUM_SEQS)
         check_budget(self.max_num_seqs, self.max_num_batched_tokens)
         policy = check_scheduler_policy("scheduler_policy", self.scheduler_policy)
         object.__setattr__(self, "scheduler_policy", policy)
         for name in ("num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
+                keep_int(self, name, 1)
         if self.max_model_len is not None:
-            check_int("max_model_len", self.max_model_len, 2)
+            keep_int(self, "max_model_len", 2)
         if self.gpu_memory_utilization is not None:
             expected = "a number in (0, 1]"
             if not 0 < check_real("gpu_memory_utilization", self.gpu_memory_utilization, expected) <= 1:
@@ -196,7 +201,7 @@ class EngineConfig:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in sizes)
             raise ValueError(f"{given}: expected at most one of them; leave the others out")
         if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
+            keep_int(self, "seed", 0, 2**63 - 1)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("enforce_eager", self.enforce_eager)
         check_bool("trust_remote_code", self.trust_remote_code)

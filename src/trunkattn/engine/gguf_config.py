@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from trunkattn.engine.gguf_header import GgufHeader
 from trunkattn.engine.gguf_rope import apply_gguf_rope
+from trunkattn.engine.model_support import known_fields
 
 # A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -179,7 +180,7 @@ def _defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wanted(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Fields of the configuration as the file wants them."""
-    known, facts = _known_fields(config), {**_defaults(facts), **facts}
+    known, facts = known_fields(config), {**_defaults(facts), **facts}
     wanted = {
         field: value
         for key, value in facts.items()
@@ -193,12 +194,6 @@ def _wanted(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConf
     if _rope_bases(config):
         wanted["rope_theta"] = facts[ROPE_BASE]
     return wanted
-
-
-def _known_fields(config: PretrainedConfig) -> frozenset[str]:
-    """Fields that configurations of this type have of their own: any other name would be kept and read by nobody."""
-    extra = {"head_dim"} & vars(config).keys()  # transformers' attention reads this one wherever it stands
-    return frozenset({*vars(type(config)()), *type(config).attribute_map, *extra})
 
 
 def _field(key: str, known: frozenset[str]) -> str | None:
@@ -222,7 +217,7 @@ def _has(config: PretrainedConfig, field: str, value: Any) -> bool:
 
 def _check_keys(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Raises ValueError for a key of the architecture that has no effect in transformers' model."""
-    known, defaults = _known_fields(config), _defaults(facts)
+    known, defaults = known_fields(config), _defaults(facts)
     for key, value in facts.items():
         field = "rope_theta" if key == ROPE_BASE and _rope_bases(config) else _field(key, known)
         if value in HARMLESS.get(key, ()) or (field is None and value == defaults.get(key)):

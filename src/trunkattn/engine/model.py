@@ -1,6 +1,7 @@
 """What a model is before its weights are loaded; then its weights and tokenizer. transformers reads all of them."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -259,10 +260,12 @@ def _check_sentencepiece(files: ModelFiles) -> None:
 def eos_token_ids(
     generation_config: GenerationConfig | None, tokenizer: Any | None, config: PretrainedConfig | None = None
 ) -> frozenset[int]:
-    """End-of-sequence ids: all those of the configuration, the generation configuration and the tokenizer."""
+    """End-of-sequence ids: all those of the configuration, the generation configuration and the tokenizer. What is no
+    token, such as -1, ends nothing."""
     found = (getattr(source, "eos_token_id", None) for source in (config, generation_config, tokenizer))
     lists = (eos if isinstance(eos, list | tuple) else [eos] for eos in found if eos is not None)
-    return frozenset(int(token_id) for eos in lists for token_id in eos)
+    size = getattr(config, "vocab_size", None) or math.inf
+    return frozenset(int(token_id) for eos in lists for token_id in eos if 0 <= int(token_id) < size)
 
 
 def _device(name: str) -> torch.device:

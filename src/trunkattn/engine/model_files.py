@@ -1,5 +1,7 @@
 """Model files on disk: what a local Hugging Face folder or a GGUF file must hold, checked before anything is loaded.
 
+Whatever a folder holds beside its weights is read as transformers reads it, or refused by name.
+
 `safetensors.safe_open` compares a file's length with its header. Of a GGUF file only the first bytes are read here; the
 header, which names every tensor and its place, is read for the configuration (`engine.gguf_header`).
 """
@@ -12,14 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from trunkattn.engine.gguf_header import MAGIC
 from trunkattn.engine.model_path import EXPECTED_MODEL, existing_path
+from trunkattn.engine.sampling_params import default_sampling_params
+from trunkattn.validate import check_int
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
 # Types in which models store weights, masks and indices. Any other holds quantised numbers, and their scales elsewhere.
@@ -102,18 +109,52 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
     config = _read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
+    if (folder / GENERATION_CONFIG).is_file():
+        _check_generation_config(folder / GENERATION_CONFIG)
     if not with_weights:
         return
     _check_unquantized(folder, config)
-    if (folder / SAFETENSORS_INDEX).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"model={str(folder)!r}: it holds an adapter ({ADAPTER_CONFIG}), which nothing here adds to the weights; "
+            f"merge it into them (PEFT's merge_and_unload) or move it away"
+        )
+    files = [folder / SAFETENSORS]  # which transformers takes if there is an index, too
+    if not files[0].is_file() and (folder / SAFETENSORS_INDEX).is_file():
         shards = _read_json(folder / SAFETENSORS_INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise ValueError(f"model={str(folder / SAFETENSORS_INDEX)!r}: expected a weight_map from tensors to files")
         files = sorted({folder / str(name) for name in shards.values()})
-    else:
-        files = [folder / "model.safetensors"]
+    holder: dict[str, Path] = {}
     for file in files:
-        check_safetensors(file)
+        for name in check_safetensors(file):
+            if name in holder:
+                _check_equal(name, holder[name], file)
+            holder[name] = file
+
+
+def _check_generation_config(path: Path) -> None:
+    """Raises ValueError unless the file is JSON, and the values of it that this engine reads can be followed."""
+    found = _read_json(path)
+    ends = found.get("eos_token_id")
+    try:
+        default_sampling_params(SimpleNamespace(**found))
+        for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+            check_int("eos_token_id", end, -1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"model={str(path)!r}: {error}; correct it or remove the file") from error
+
+
+def _check_equal(name: str, first: Path, second: Path) -> None:
+    """Raises ValueError if two files hold another tensor under one name."""
+    found = []
+    for path in (first, second):
+        with safe_open(path, framework="pt") as file:
+            found.append(file.get_tensor(name))
+    if found[0].dtype != found[1].dtype or not torch.equal(*found):
+        raise ValueError(
+            f"model={str(second)!r}: its tensor {name} is another one in {first.name}; expected one value for each name"
+        )
 
 
 def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
@@ -129,9 +170,13 @@ def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_safetensors(path: Path) -> None:
-    """Raises ValueError unless the file exists, safetensors can open it, which needs every byte of its tensors, and no
-    tensor is quantized."""
+def check_safetensors(path: Path) -> list[str]:
+    """The names of a file's tensors.
+
+    Raises:
+        ValueError: the file does not exist, safetensors cannot open it, which needs every byte of its tensors, or a
+            tensor is quantized.
+    """
     if not path.is_file():
         raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
     try:
@@ -148,6 +193,7 @@ def check_safetensors(path: Path) -> None:
                 f"model={str(path)!r}: its tensor {name} has type {kind}, so its weights are quantized; expected plain "
                 f"safetensors (F64, F32, F16 or BF16) or GGUF"
             )
+    return [*types]
 
 
 def check_gguf(path: Path) -> None:

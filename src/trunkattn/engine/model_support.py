@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +24,31 @@ UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meani
     ("use_bidirectional_attention", "its attention is bidirectional"),
     ("num_kv_shared_layers", "some of its layers share KV"),
     ("add_cross_attention", "it has cross-attention"),
+)
+# Fields that change what a model computes -> the values that change nothing. A model that has no such field of its own
+# would leave another value unread.
+CHANGES: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "logit_scale": (1,),
+        "logits_scaling": (1,),
+        "embedding_multiplier": (1,),
+        "residual_multiplier": (1,),
+        "lm_head_multiplier": (1,),
+        "scale_emb": (1,),
+        "attention_multiplier": (),
+        "query_pre_attn_scalar": (),
+        "scale_depth": (),
+        "partial_rotary_factor": (1,),
+        "rotary_pct": (1,),
+        "clip_qkv": (0,),
+        "use_qk_norm": (False,),
+        "qk_norm": (False,),
+        "qk_layernorm": (False,),
+        "no_rope_layers": ([],),
+        "no_rope_layer_interval": (0,),
+    }
 )
 PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
@@ -106,7 +132,7 @@ def max_positions(config: PretrainedConfig) -> int:
         for rope in _rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
-    known = [int(limit) for limit in limits if limit]
+    known = [int(limit) for limit in limits if limit and limit > 0]
     if not known:
         raise ValueError(
             f"model: the configuration of {config.model_type} has no max_position_embeddings: expected a number of "
@@ -131,11 +157,33 @@ def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> l
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES)
     if others:
         reasons.append(f"it has layers of type {', '.join(others)}")
+    if not reasons and type(config) in AutoModelForCausalLM._model_mapping:
+        reasons += unread_fields(config)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
         reasons.append(f"its weights are quantized ({method}); expected plain safetensors or GGUF")
     return reasons
+
+
+def unread_fields(config: PretrainedConfig) -> list[str]:
+    """Fields that would change what the model computes, and that transformers' model of this type does not have."""
+    given = {name: value for name, value in vars(config).items() if name in CHANGES and value is not None}
+    told = {name: value for name, value in given.items() if value not in CHANGES[name]}
+    if not told:
+        return []
+    known = known_fields(config)
+    return [
+        f"its configuration has {name}={value!r}, which transformers' {config.model_type} does not read"
+        for name, value in told.items()
+        if name not in known
+    ]
+
+
+def known_fields(config: PretrainedConfig) -> frozenset[str]:
+    """Fields that configurations of this type have of their own: any other name would be kept and read by nobody."""
+    extra = {"head_dim"} & vars(config).keys()  # transformers' attention reads this one wherever it stands
+    return frozenset({*vars(type(config)()), *type(config).attribute_map, *extra})
 
 
 def _is_text_only(config: PretrainedConfig) -> bool:
@@ -162,6 +210,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
+        _check_rotation(model, config)
         hold_rope(model)
         absorb_heads(model)
         model.eval()(
@@ -172,6 +221,21 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
             logits_to_keep=token_ids[0, :1],
             trunk_step=probe,
         )
+
+
+def _check_rotation(model: nn.Module, config: PretrainedConfig) -> None:
+    """Raises UnsupportedAttention if the configuration rotates a part of each head and the model rotates all of it."""
+    widths = [2 * len(module.inv_freq) for module in model.modules() if hasattr(module, "inv_freq")]  # type: ignore[arg-type]
+    for rope in _rope_parameters(config):
+        share = rope.get("partial_rotary_factor", 1)
+        if share == 1 or not widths:
+            continue
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if head_dim in widths:
+            raise UnsupportedAttention(
+                f"its configuration has partial_rotary_factor={share}, and transformers' {config.model_type} rotates "
+                f"all {head_dim} numbers of a head"
+            )
 
 
 def _failure(error: Exception) -> str:

@@ -91,7 +91,13 @@ def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[s
     """
     if isinstance(prompt, Mapping):
         if len(prompt.keys() & {"prompt", "prompt_token_ids"}) != 1:
-            raise ValueError(f"{name} has the keys {sorted(prompt)}: expected one of prompt and prompt_token_ids")
+            raise ValueError(f"{name} has the keys {[*prompt]}: expected one of prompt and prompt_token_ids")
+        others = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
+        if others:
+            raise ValueError(
+                f"{name} has the keys {[*prompt]}: expected prompt or prompt_token_ids alone, because nothing reads "
+                f"{shown(others[0])}"
+            )
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -108,7 +114,7 @@ def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[s
 
 def fill_template(tokenizer: Any | None, conversation: Any, options: ChatOptions, name: str = "messages") -> list[int]:
     """A conversation as token ids. Raises what `render_template` raises."""
-    text = render_template(tokenizer, conversation, options, name)
+    text = check_text(name, render_template(tokenizer, conversation, options, name))
     assert tokenizer is not None
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -139,7 +145,9 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     checked = dict(message)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        checked["content"] = content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+        checked["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    elif not isinstance(content, str | Mapping | None):
+        raise TypeError(f"{name}.content={shown(content)}: expected a text or a list of parts")
     for key in ("role", "content"):
         if isinstance(checked.get(key), str):
             check_text(f"{name}.{key}", checked[key])

@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trunkattn.engine.config import check_bool, check_real, check_text
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, keep_int, written
 
 MAX_REPETITION_PENALTY = 1e4  # and its inverse: a logit that is scaled by more may overflow
 MAX_LOGIT_BIAS = 1e4  # a softmax cannot tell it from infinity
 MAX_TOP_K = 2**31 - 1
+MAX_ANSWERS = 1 << 14  # of a prompt; each has a record from the start
 GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot in float32
 
 
@@ -66,7 +67,7 @@ class SamplingParams:
     `logit_bias`, `logits_processors`, the three penalties, `temperature`, `min_p`, `top_k`, `top_p`.
 
     Attributes:
-        n: number of answers. The prompt is computed once for all of them.
+        n: number of answers, at most 16,384. The prompt is computed once for all of them.
         temperature: the logits are divided by it, at least 0. Below 1e-5 the most likely token is taken (greedy).
         top_p: keep the fewest most likely tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
         top_k: keep the top_k most likely tokens; 0 or -1 keeps all. Applied before top_p.
@@ -187,20 +188,20 @@ class SamplingParams:
             object.__setattr__(self, name, float(getattr(self, name)))  # torch takes no large integer as a number
 
     def _check_counts(self) -> None:
-        check_int("n", self.n, 1)
-        check_int("top_k", self.top_k, -1, MAX_TOP_K)
-        check_int("min_tokens", self.min_tokens, 0)
+        keep_int(self, "n", 1, MAX_ANSWERS)
+        keep_int(self, "top_k", -1, MAX_TOP_K)
+        keep_int(self, "min_tokens", 0)
         for name, least in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0)):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), least)
+                keep_int(self, name, least)
         if self.seed == -1 and not isinstance(self.seed, bool):
             object.__setattr__(self, "seed", None)
         if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
+            keep_int(self, "seed", 0, 2**63 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens!r}: expected at most max_tokens={self.max_tokens!r}")
+            raise ValueError(f"min_tokens={written(self.min_tokens)}: expected at most max_tokens={self.max_tokens}")
         if self.truncate_prompt_tokens not in (None, -1):
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+            keep_int(self, "truncate_prompt_tokens", 1)
 
     @property
     def is_greedy(self) -> bool:

@@ -33,10 +33,8 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        check_int("num_pages", num_pages, 1)
-        check_int("page_size", page_size, 1)
-        self.num_pages = num_pages
-        self.page_size = page_size
+        self.num_pages = num_pages = check_int("num_pages", num_pages, 1)
+        self.page_size = check_int("page_size", page_size, 1)
         self._counts = [_IN_FREE_LIST] * num_pages
         # A stack: the page that was freed last goes out first, because its lines may still be in a cache.
         self._free = list(range(num_pages - 1, -1, -1))

@@ -58,8 +58,7 @@ class PrefixIndex:
     """
 
     def __init__(self, page_size: int, hash_block: Callable[[int, bytes], int] = _hash_block) -> None:
-        check_int("page_size", page_size, 1)
-        self.page_size = page_size
+        self.page_size = check_int("page_size", page_size, 1)
         self.root = CachedBlock(parent=None, key=0, tokens=b"", page=-1)
         self._hash_block = hash_block
         self._buckets: dict[int, list[CachedBlock]] = {}

@@ -41,14 +41,13 @@ class KVCache:
         device: torch.device | str,
         latent_dim: int | None = None,
     ) -> None:
-        check_int("num_pages", num_pages, 1)
-        self.num_layers = num_layers
-        self.num_pages = num_pages
+        self.num_pages = check_int("num_pages", num_pages, 1)
         self.bytes_per_token = self.bytes_per_page(num_layers, 1, num_kv_heads, head_dim, dtype, latent_dim)
         check_int("page_size", page_size, 1)
+        self.num_layers = int(num_layers)
         # Head-major: one head's keys of a page are contiguous, which a CPU decodes faster than token-major pages.
         parts = _parts(num_kv_heads, head_dim, latent_dim)
-        shape = (num_layers, parts, num_pages, num_kv_heads, page_size, head_dim)
+        shape = tuple(map(int, (num_layers, parts, num_pages, num_kv_heads, page_size, head_dim)))
         self._storage = _zeros(shape, dtype, torch.device(device))
         if latent_dim is None:
             self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
@@ -67,7 +66,7 @@ class KVCache:
         """Bytes of one page over all layers. A memory budget divided by it gives `num_pages`."""
         _check_shape(num_layers, page_size, num_kv_heads, head_dim, dtype)
         parts = _parts(num_kv_heads, head_dim, latent_dim)
-        return parts * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        return parts * math.prod(map(int, (num_layers, page_size, num_kv_heads, head_dim))) * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:

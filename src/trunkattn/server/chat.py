@@ -149,6 +149,9 @@ class Chat:
             tools = [tool for tool in tools if tool.function.name == choice.function.name]
         if not tools:
             raise BadRequest("tool_choice: expected the name of one of the tools, or 'none'", "tool_choice")
+        if self._body.structured_outputs is not None:
+            message = "structured_outputs is given with a tool_choice that forces a call: expected one of them"
+            raise BadRequest(message, "structured_outputs")
         only_one = isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False
         return StructuredOutputsParams(json=calls_schema(tools, only_one))
 

@@ -17,12 +17,14 @@ from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Te
 
 
 class Piece(NamedTuple):
-    """New text of an answer, the number of its first token, and of its first character, and where its tokens begin."""
+    """New text of an answer, the number of its first token, and of its first character, where its tokens begin, and
+    whether nothing of the answer has been told."""
 
     text: str
     first_token: int
     offset: int
     offsets: TextOffsets
+    begins: bool = True
 
 
 class Completion:
@@ -112,9 +114,10 @@ class Completion:
         events = []
         for answer in output.outputs:
             sent = progress.setdefault(answer.index, Progress())
-            piece = Piece(*sent.advance(answer), sent.offsets)
+            piece = Piece(*sent.advance(answer), sent.offsets, not sent.begun)
             has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
             if piece.text or has_logprobs or sent.just_ended:
+                sent.begun = True
                 event = self._envelope([self._choice(prompt, output, answer, piece)])
                 if self._options.continuous_usage_stats:
                     event["usage"] = usage_of([output]).as_json()
@@ -133,12 +136,11 @@ class Completion:
 
     def _choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece) -> dict[str, Any]:
         """A piece of an answer. The first piece has the prompt, if it is echoed."""
-        begins = piece.first_token == piece.offset == 0
-        echo = self._echoed[prompt] if self._echoed and begins else ""
+        echo = self._echoed[prompt] if self._echoed and piece.begins else ""
         logprobs = None
         if answer.logprobs is not None:
             places = Places(self._service.token_bytes, self._hidden, piece.offsets)
-            if self._echoed and begins:
+            if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [])
             places.add(answer.token_ids[piece.first_token :], answer.logprobs[piece.first_token :])
             logprobs = places.as_json()

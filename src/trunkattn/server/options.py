@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trunkattn.engine.config import check_bool, check_real
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
-from trunkattn.validate import check_int
+from trunkattn.validate import keep_int
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.served_model_name:
             raise ValueError(f"served_model_name={self.served_model_name!r}: expected a name that is not empty")
-        check_int("port", self.port, 0, 65535)
+        keep_int(self, "port", 0, 65535)
         for name in ("max_waiting", "max_body_bytes", "max_answers"):
-            check_int(name, getattr(self, name), 1)
+            keep_int(self, name, 1)
         for name in ("max_prompt_tokens", "max_answer_tokens"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
+                keep_int(self, name, 1)
         if check_real("shutdown_seconds", self.shutdown_seconds, "a number of seconds >= 0") < 0:
             raise ValueError(f"shutdown_seconds={self.shutdown_seconds!r}: expected a number of seconds >= 0")
         for key in self.api_keys:

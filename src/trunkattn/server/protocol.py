@@ -328,7 +328,7 @@ class Message(Body):
 class FunctionDefinition(Body):
     """A function that the model may call. parameters: a JSON schema."""
 
-    name: Name
+    name: Annotated[Name, Field(min_length=1)]
     description: str | None = None
     parameters: AnyJson | None = None
     strict: bool | None = None

@@ -445,6 +445,7 @@ def _arguments(name: str, text: str) -> Any:
 
 
 def _logit_bias(bias: dict[str, Any]) -> dict[int, float]:
-    if not all(token_id.isdecimal() for token_id in bias):
-        raise BadRequest(f"logit_bias={shown(bias)}: expected token ids as keys", "logit_bias")
-    return {int(token_id): float(value) for token_id, value in bias.items()}
+    found = {int(name): float(value) for name, value in bias.items() if name.isascii() and name.isdecimal()}
+    if len(found) < len(bias):
+        raise BadRequest(f"logit_bias={shown(bias)}: expected token ids as keys, each of them once", "logit_bias")
+    return found

@@ -37,6 +37,7 @@ class Progress:
     tokens: int = 0
     ended: bool = False
     just_ended: bool = False
+    begun: bool = False  # whether an event has told of it
     offsets: TextOffsets = field(default_factory=TextOffsets)
 
     def advance(self, answer: CompletionOutput, text: str | None = None) -> tuple[str, int, int]:

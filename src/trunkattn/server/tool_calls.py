@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+NO_ARGUMENTS: Final = "{}"  # also where a model writes null or nothing: clients read the arguments as JSON
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _BETWEEN_CALLS: Final = re.compile(r"[ \t\r\n,;]*")
 _NAMED_CALL: Final = re.compile(r"([\w.-]+)[ \t\r\n]*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?")
@@ -93,10 +94,11 @@ def _read_call(text: str, at: int) -> tuple[Call, int]:
         raise ValueError("expected an object")
     members, end = _read_members(text, at)
     name, _ = members.get("name", (None, ""))
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise ValueError("expected a name")
-    value, written = members.get("arguments", members.get("parameters", ({}, "{}")))
-    return Call(_encodable(name), _encodable(value if isinstance(value, str) else written)), end
+    value, written = members.get("arguments", members.get("parameters", (None, "")))
+    arguments = value.strip() if isinstance(value, str) else "" if value is None else written
+    return Call(_encodable(name), _encodable(arguments) or NO_ARGUMENTS), end
 
 
 def read_calls(text: str, at: int = 0) -> tuple[tuple[Call, ...], int]:

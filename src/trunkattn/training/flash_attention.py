@@ -103,7 +103,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         v,
         None if options.sinks is None else options.sinks.to(sums_dtype(q)),
         *tables_of(options.cu_seqlens_q, options.cu_seqlens_k, tree),
-        [int(options.causal or options.tree is not None), options.sliding_window or UNLIMITED, int(ordered)],
+        [int(options.causal or options.tree is not None), int(options.sliding_window or UNLIMITED), int(ordered)],
         sm_scale,
         float(options.logits_soft_cap or 0),
     )
