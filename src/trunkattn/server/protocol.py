@@ -152,6 +152,14 @@ def _first_other(items: list[Any], kind: type) -> int | None:
     return None
 
 
+def _by_token_id(bias: dict[str, float]) -> dict[int, float]:
+    """Biases by token id: JSON has texts as names."""
+    found = {int(name): value for name, value in bias.items() if name.isascii() and name.isdecimal()}
+    if len(found) < len(bias):
+        raise _refuse("token_ids", "expected token ids as keys, each of them once")
+    return found
+
+
 Number = Annotated[float, PlainValidator(_number)]
 Temperature = Annotated[float, PlainValidator(_number), Field(le=LIMITS.temperature)]
 Bias = Annotated[float, PlainValidator(_number), Field(ge=-LIMITS.bias, le=LIMITS.bias)]
@@ -166,7 +174,7 @@ StopIds = Annotated[list[int], Field(max_length=LIMITS.stop_token_ids, fail_fast
 AllowedIds = Annotated[list[int], Field(max_length=LIMITS.allowed_token_ids, fail_fast=True)]
 BadWord = Annotated[str, Field(max_length=LIMITS.word)]
 BadWords = Annotated[list[BadWord], Field(max_length=LIMITS.bad_words, fail_fast=True)]
-Biases = Annotated[dict[Name, Bias], Field(max_length=LIMITS.biases)]
+Biases = Annotated[dict[Name, Bias], Field(max_length=LIMITS.biases), AfterValidator(_by_token_id)]
 Choices = Annotated[list[str], Field(max_length=LIMITS.forms.max_enum_values, fail_fast=True)]
 Regex = Annotated[str, Field(max_length=LIMITS.forms.max_regex_characters)]
 Grammar = Annotated[str, Field(max_length=LIMITS.forms.max_characters)]

@@ -38,7 +38,7 @@ _SLICE: Final = 100_000  # characters of a text that are counted at a time
 _SEAM: Final = 64  # tokens that a cut may add
 _AT_ONCE: Final = 512  # places of an answer that are rendered in about a millisecond
 _PLACE_BYTES: Final = 64  # of JSON
-_OWN_FIELDS: Final = frozenset({"logit_bias", "logprobs", "stop", "structured_outputs"})  # made by hand below
+_OWN_FIELDS: Final = frozenset({"logprobs", "stop", "structured_outputs"})  # made by hand below
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,6 @@ class Service:
         values = {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
         if body.stop is not None:
             values["stop"] = tuple([body.stop] if isinstance(body.stop, str) else body.stop)
-        if body.logit_bias is not None:
-            values["logit_bias"] = _logit_bias(body.logit_bias)
         if body.structured_outputs is not None:
             form = body.structured_outputs
             with bad_request():
@@ -442,10 +440,3 @@ def _arguments(name: str, text: str) -> Any:
     if depth_of(found, LIMITS.depth) > LIMITS.depth:
         raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)
     return found if isinstance(found, dict) else text
-
-
-def _logit_bias(bias: dict[str, Any]) -> dict[int, float]:
-    found = {int(name): float(value) for name, value in bias.items() if name.isascii() and name.isdecimal()}
-    if len(found) < len(bias):
-        raise BadRequest(f"logit_bias={shown(bias)}: expected token ids as keys, each of them once", "logit_bias")
-    return found
