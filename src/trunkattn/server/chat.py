@@ -104,7 +104,7 @@ class Chat:
         """What is new of an answer. A tool call is sent when it is complete."""
         ended = answer.finish_reason is not None
         parsed = self._parse(answer.text) if ended else ParsedAnswer(self._visible(answer.text))
-        text, first_token, _ = sent.advance(answer, parsed.content)
+        text, first_token = sent.advance(answer, parsed.content)
         logprobs = _logprobs(answer, first_token, self._num_top)
         chunks = []
         if text or logprobs:

@@ -17,12 +17,11 @@ from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Te
 
 
 class Piece(NamedTuple):
-    """New text of an answer, the number of its first token, and of its first character, where its tokens begin, and
-    whether nothing of the answer has been told."""
+    """New text of an answer, the number of its first token, where its tokens begin in the text, and whether nothing of
+    the answer has been told."""
 
     text: str
     first_token: int
-    offset: int
     offsets: TextOffsets
     begins: bool = True
 
@@ -84,7 +83,7 @@ class Completion:
 
         def response() -> str:
             choices = [
-                self._choice(prompt, output, answer, Piece(answer.text, 0, 0, TextOffsets()))
+                self._choice(prompt, output, answer, Piece(text=answer.text, first_token=0, offsets=TextOffsets()))
                 for prompt, output in enumerate(outputs)
                 for answer in output.outputs
             ]
@@ -114,7 +113,8 @@ class Completion:
         events = []
         for answer in output.outputs:
             sent = progress.setdefault(answer.index, Progress())
-            piece = Piece(*sent.advance(answer), sent.offsets, not sent.begun)
+            text, first_token = sent.advance(answer)
+            piece = Piece(text=text, first_token=first_token, offsets=sent.offsets, begins=not sent.begun)
             has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
             if piece.text or has_logprobs or sent.just_ended:
                 sent.begun = True

@@ -40,16 +40,16 @@ class Progress:
     begun: bool = False  # whether an event has told of it
     offsets: TextOffsets = field(default_factory=TextOffsets)
 
-    def advance(self, answer: CompletionOutput, text: str | None = None) -> tuple[str, int, int]:
-        """What is new: its text, the number of its first token, and of its first character. text: what of the answer
-        may be shown; None: all."""
+    def advance(self, answer: CompletionOutput, text: str | None = None) -> tuple[str, int]:
+        """What is new: its text, and the number of its first token. text: what of the answer may be shown; None:
+        all."""
         text = answer.text if text is None else text
         first_token, at = self.tokens, self.characters
         new = text[at:]
         self.characters, self.tokens = max(at, len(text)), len(answer.token_ids)
         self.just_ended = answer.finish_reason is not None and not self.ended
         self.ended = answer.finish_reason is not None
-        return new, first_token, at
+        return new, first_token
 
 
 def write_json(value: Any, levels: int = _JSON_LEVELS) -> str:
