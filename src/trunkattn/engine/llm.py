@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from trunkattn.engine.assembly import attention_config, make_cache, make_runner, size_cache
+from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
@@ -93,6 +93,7 @@ class LLM:
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.scheduler_policy,
+            keys_per_token(info),
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)

@@ -14,11 +14,13 @@ from typing import Final
 
 from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.engine.request import Request
+from trunkattn.engine.step_work import StepBudget, StepWork
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
 MAX_PROMPT_LOGITS: Final = 512  # rows of a step for tokens of prompts; each row is as long as the vocabulary
 ROW_TOKENS: Final = 4  # of the budget of a step: what such a row costs
+MAX_LOOKED_UP: Final = 1 << 16  # tokens of waiting sequences that a step compares with the prefix cache
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,20 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
         policy: see `EngineConfig.scheduler_policy`.
+        keys_per_token: see `StepWork.of_keys`; with it `chunked_prefill` shortens chunks of long prompts, so that no
+            step takes longer than one whose budget is full of first tokens.
 
     Raises:
         TypeError, ValueError: the budget has less than one token per sequence, or the policy is unknown.
     """
 
     def __init__(
-        self, cache: CacheManager, max_num_seqs: int, max_num_batched_tokens: int, policy: str = "chunked_prefill"
+        self,
+        cache: CacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "chunked_prefill",
+        keys_per_token: int | None = None,
     ) -> None:
         check_budget(max_num_seqs, max_num_batched_tokens)
         policy = check_scheduler_policy("policy", policy)
@@ -107,6 +116,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prompt_logits = max(1, min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS))
         self._fill = POLICIES[policy]
+        self._prices = StepWork.of_keys(keys_per_token)
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -173,22 +183,27 @@ class Scheduler:
         for chunk in reversed(batch.chunks):
             self._preempt(chunk.request)
 
-    def continue_running(self, batch: ScheduledBatch) -> int:
+    def continue_running(self, batch: ScheduledBatch) -> StepBudget:
         """Schedules the missing tokens of each running sequence, oldest first, within the budget.
 
         Each sequence gets at least one token. Returns the rest of the budget.
         """
-        budget = self.max_num_batched_tokens
+        prices = self._prices
+        budget = StepBudget(prices, self.max_num_batched_tokens)
+        budget.reserve(sum(prices.of(request.num_computed_tokens, 1) for request in self.running))
         position = 0
         while position < len(self.running):
             request = self.running[position]
             num_later = len(self.running) - position - 1  # one token of the budget is reserved for each of them
             start = request.num_computed_tokens
-            num_tokens = self._within_logits(request, min(request.num_tokens - start, budget - num_later), batch)
+            most = 1 + prices.most_tokens(start + 1, budget.work)  # the work of its first token is reserved too
+            num_tokens = min(request.num_tokens - start, budget.tokens - num_later, most)
+            num_tokens = self._within_logits(request, num_tokens, batch)
             if not self._extend(request, start + num_tokens, batch):
                 break
             batch.chunks.append(ScheduledChunk(request, start, num_tokens))
-            budget -= num_tokens
+            budget.tokens -= 1
+            budget.take(start + 1, num_tokens - 1)
             position += 1
         return budget
 
@@ -208,12 +223,12 @@ class Scheduler:
             else:
                 return True
 
-    def admit_waiting(self, batch: ScheduledBatch, budget: int, chunked: bool) -> None:
-        """Starts waiting sequences in order until tokens, sequence slots or pages run out.
+    def admit_waiting(self, batch: ScheduledBatch, budget: StepBudget, chunked: bool) -> None:
+        """Starts waiting sequences in order until budget, sequence slots or pages run out.
 
         Args:
             batch: receives their chunks.
-            budget: most tokens.
+            budget: what is left of the step's.
             chunked: the last sequence may start with only the rest of the budget. Otherwise only whole ones start, and
                 the first of a batch may exceed the budget.
         """
@@ -222,8 +237,12 @@ class Scheduler:
             for chunk in batch.chunks:
                 in_flight.add(chunk)
         deferred: deque[Request] = deque()
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        looked_up = 0
+        while self.waiting and not budget.is_spent and len(self.running) < self.max_num_seqs:
+            if looked_up >= MAX_LOOKED_UP:
+                break
             request = self.waiting.popleft()
+            looked_up += request.num_tokens
             if not request.needs_prompt_logits and in_flight.holds_next_page_of(request):
                 deferred.append(request)
                 continue
@@ -231,21 +250,23 @@ class Scheduler:
             if admitted is None:
                 self.waiting.appendleft(request)
                 break
-            budget -= admitted.num_tokens
             batch.chunks.append(admitted)
             if self.cache.enable_prefix_caching:
                 in_flight.add(admitted)
         self.waiting.extendleft(reversed(deferred))
 
-    def _admit(self, request: Request, budget: int, chunked: bool, batch: ScheduledBatch) -> ScheduledChunk | None:
+    def _admit(
+        self, request: Request, budget: StepBudget, chunked: bool, batch: ScheduledBatch
+    ) -> ScheduledChunk | None:
         """Starts a request on its cached prefix; None, with nothing changed, if the cache cannot hold all its tokens
         now."""
         reuse = not request.needs_prompt_logits
         cached = self.cache.admit(request.request_id, request.token_ids, request.cache_salt, reuse)
         num_tokens = request.num_tokens - cached
         if chunked:
-            num_tokens = self._within_logits(request, min(num_tokens, budget), batch)
-        is_over = num_tokens > budget and bool(batch.chunks)
+            most = max(1, budget.prices.most_tokens(cached, budget.work))
+            num_tokens = self._within_logits(request, min(num_tokens, budget.tokens, most), batch)
+        is_over = num_tokens > budget.tokens and bool(batch.chunks)
         if is_over or not self.cache.can_extend(request.request_id, request.num_tokens):
             self.cache.free(request.request_id)
             return None
@@ -255,6 +276,7 @@ class Scheduler:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += cached
         request.num_computed_tokens = cached
+        budget.take(cached, num_tokens)
         insort(self.running, request, key=Request.order)
         return ScheduledChunk(request, cached, num_tokens)
 
@@ -308,7 +330,7 @@ def prefill_first(scheduler: Scheduler, batch: ScheduledBatch) -> None:
 
     Source: the first vLLM, https://arxiv.org/abs/2309.06180.
     """
-    scheduler.admit_waiting(batch, scheduler.max_num_batched_tokens, chunked=False)
+    scheduler.admit_waiting(batch, StepBudget(StepWork(), scheduler.max_num_batched_tokens), chunked=False)
     if not batch.chunks:
         scheduler.continue_running(batch)
 
