@@ -28,11 +28,13 @@ from benchmarks.workloads.model_shapes import SHAPES
 from benchmarks.workloads.serving import batch_of_prefixes
 from trunkattn.analysis.load import Load
 from trunkattn.analysis.load import Workload as Requests
+from trunkattn.analysis.memory import cache_pages
 from trunkattn.analysis.model_configs import CONFIGS
 from trunkattn.analysis.model_shape import ModelShape, model_shape, shape_of
 from trunkattn.analysis.prices import DecodeBatch, Prices
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.replay import run
+from trunkattn.analysis.settings import Settings
 from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.timed import ALONE, SHARED
 from trunkattn.analysis.tokens import chained
@@ -151,7 +153,8 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
         stock, ours = (next(name for name in names if name in measured["runs"]) for names in (STOCK, OURS))
         prices = Prices(model_shape(LLAMA), card_named("H100" if "h100" in result else "H200"), PAGE)
         policy = POLICIES[result.partition("-")[0]]
-        size = EngineSize(prices.num_pages, PAGE, 256, max_num_batched_tokens=2048, scheduler_policy=policy)
+        pages = cache_pages(Settings(page_size=PAGE), prices.shape, prices.card)
+        size = EngineSize(pages, PAGE, 256, max_num_batched_tokens=2048, scheduler_policy=policy)
         for name in measured["runs"][stock]:
             workload, rate = name.removesuffix("/s").split()
             scale = float(rate) / arrivals.RATES[workload][0]

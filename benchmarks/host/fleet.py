@@ -20,12 +20,13 @@ from benchmarks.workloads import arrivals
 from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
+from trunkattn.analysis.memory import cache_pages
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.parallel import num_cores, run_all
 from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.analysis.settings import ROUTES
+from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.timed import ALONE, SHARED
 from trunkattn.gpu.cards import card_named
@@ -49,7 +50,7 @@ def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
 def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, Any]]:
     """A workload under each way to route."""
     prices = Prices(model_shape(MODEL), card_named(CARD))
-    size = EngineSize(prices.num_pages)
+    size = EngineSize(cache_pages(Settings(card=CARD, model=MODEL), prices.shape, prices.card))
     workload = Workload.of(requests, size, 256)
     ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
     fleets = [Fleet(REPLICAS, route) for route in ROUTES]

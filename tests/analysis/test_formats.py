@@ -195,8 +195,8 @@ def test_a_folder_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
     log = read_log(tmp_path)
     assert (log.unit, log.num_lines, log.num_skipped) == ("file", 4, 2)
     assert [(line.line, line.reason) for line in log.skipped] == [
-        (1, "a.txt is not a text in UTF-8"),
-        (3, "d is empty"),
+        (1, "it is not a text in UTF-8"),
+        (3, "it is empty"),
     ]
     assert [request.line for request in log.requests] == [2, 4]
     assert log.texts is not None

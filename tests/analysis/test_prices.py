@@ -10,9 +10,11 @@ import pytest
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
 from tests.analysis.test_replay import PRICES
+from trunkattn.analysis.memory import cache_pages
 from trunkattn.analysis.model_configs import CONFIGS
 from trunkattn.analysis.model_shape import model_shape, shape_of
 from trunkattn.analysis.prices import DecodeBatch, Prices, seen_tokens
+from trunkattn.analysis.settings import Settings
 from trunkattn.gpu.cards import card_named
 
 LLAMA = dict(CONFIGS["llama-3-8b"])
@@ -104,10 +106,21 @@ def test_cards_are_found_by_their_names() -> None:
 
 
 def test_pages_fill_what_the_weights_leave_of_the_card() -> None:
-    assert 20_000 < PRICES.num_pages < 30_000
-    assert Prices(PRICES.shape, PRICES.card, tensor_parallel=2).num_pages > 2 * PRICES.num_pages
-    with pytest.raises(ValueError, match=r"llama-3-70b has 141 GB of weights, .* expected more cards, with --tp"):
-        assert Prices(model_shape("llama-3-70b"), PRICES.card).num_pages
+    def pages(**options: Any) -> int:
+        settings = Settings(**options)
+        return cache_pages(settings, model_shape(settings.model), PRICES.card)
+
+    assert 20_000 < pages() < 30_000
+    assert pages(tensor_parallel=2) > 2 * pages()
+    assert pages(num_pages=7) == 7 and pages(kv_cache_bytes=1 << 30) == 512
+    for options, message in (
+        ({"model": "llama-3-70b"}, "llama-3-70b has 141 GB of weights, .* expected more cards, with --tp"),
+        ({"kv_cache_bytes": 1}, "kv_cache_bytes=1: expected at least the 2097152 bytes of a page of 16 tokens"),
+        ({"page_size": 10**9}, "page_size=1000000000: the cache has 0 pages"),
+        ({"kv_cache_bytes": 1 << 50}, "kv_cache_bytes=1125899906842624: the cache has 536870912 pages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pages(**options)
 
 
 @pytest.mark.parametrize("cards", [0, 3, 64])

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Final
 
 from trunkattn.analysis.ceiling import ceiling_of
+from trunkattn.analysis.figures import plural
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
+from trunkattn.analysis.memory import cache_pages
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.parallel import num_cores, run_all
 from trunkattn.analysis.prices import Prices
@@ -58,7 +60,7 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
     first = whole if settings.max_requests is None else setup.workload(log, settings.max_requests)
     if not first.jobs:
         raise ValueError(
-            f"{log.source}: none of its {len(log.requests)} requests fits in {setup.size.num_pages} pages of "
+            f"{log.source}: none of its {len(log.requests)} requests fits in {plural(setup.size.num_pages, 'page')} of "
             f"{setup.size.page_size} tokens: expected requests, and a cache that holds them"
         )
     workloads = [whole] + [first] * (len(loads) - 1)
@@ -92,7 +94,7 @@ def setup_of(settings: Settings) -> Setup:
     card, shape = card_named(settings.card), model_shape(settings.model)
     prices = Prices(shape, card, settings.page_size, settings.tensor_parallel, settings.kv_cache_dtype)
     size = EngineSize(
-        num_pages=_num_pages(settings, prices),
+        num_pages=cache_pages(settings, shape, card),
         page_size=settings.page_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -100,21 +102,6 @@ def setup_of(settings: Settings) -> Setup:
         enable_prefix_caching=settings.enable_prefix_caching,
     )
     return Setup(settings, prices, size)
-
-
-def _num_pages(settings: Settings, prices: Prices) -> int:
-    """Pages of the KV cache: as many as were asked for, or as fit into the memory."""
-    if settings.num_pages is not None:
-        return settings.num_pages
-    if settings.kv_cache_bytes is None:
-        return prices.num_pages
-    page_bytes = prices.token_bytes * settings.page_size
-    if settings.kv_cache_bytes < page_bytes:
-        raise ValueError(
-            f"kv_cache_bytes={settings.kv_cache_bytes}: expected at least the {page_bytes} bytes of a page of "
-            f"{settings.page_size} tokens"
-        )
-    return settings.kv_cache_bytes // page_bytes
 
 
 def _loads(log: Log, settings: Settings) -> list[Load]:

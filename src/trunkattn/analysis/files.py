@@ -14,6 +14,7 @@ from trunkattn.analysis.records import SkippedLine
 
 LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", ".parquet"})
 COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
+_SKIPPED: Final = b"\x50\x2a\x4d\x18"  # a frame of Zstandard that holds no data, with any half byte for the first 0
 _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _READ_BYTES: Final = 1 << 20
@@ -33,7 +34,8 @@ class Contents(NamedTuple):
 def files_of(path: Path) -> list[Path]:
     """The file, or the files of a folder and of the folders in it, in order of their names; hidden ones are left out.
 
-    A name that goes on, such as app.log.1, is that of an older file, which comes before app.log.
+    A name that goes on, such as app.log.1, is that of an older file, which comes before app.log. A file with two names,
+    by a link such as latest.jsonl, is taken once. Where some names are those of logs, other files are left out.
 
     Raises:
         ValueError: there is no such file, or the folder is empty.
@@ -47,7 +49,10 @@ def files_of(path: Path) -> list[Path]:
     found = [path / file for file in in_order if not any(part.startswith(".") for part in file.parts)]
     if not found:
         raise ValueError(f"{path}: the folder is empty; expected logs, or texts that are one prompt each")
-    return found
+    found = [file for file in found if is_log(file)] or found
+    own_names_first = sorted(found, key=Path.is_symlink)
+    kept = {(file.stat().st_dev, file.stat().st_ino): file for file in reversed(own_names_first)}
+    return [file for file in found if file in kept.values()]
 
 
 def is_log(file: Path) -> bool:
@@ -65,8 +70,7 @@ def contents_of(path: Path, read: Read = lambda count: None) -> Contents:
     files = files_of(path)
     if path.is_file():
         return _of_file(path, read)
-    logs = [file for file in files if is_log(file)]
-    return Contents("line", _chained(logs, read)) if logs else Contents("file", _texts(files, read))
+    return Contents("line", _chained(files, read)) if is_log(files[0]) else Contents("file", _texts(files, read))
 
 
 def _chained(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
@@ -90,13 +94,13 @@ def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
             with _opened(file, read) as stream:
                 text = stream.read().decode("utf-8")
         except UnicodeDecodeError:
-            yield SkippedLine(number, f"{file.name} is not a text in UTF-8")
+            yield SkippedLine(number, "it is not a text in UTF-8")
             continue
-        yield Line(number, {"prompt": text}) if text else SkippedLine(number, f"{file.name} is empty")
+        yield Line(number, {"prompt": text}) if text else SkippedLine(number, "it is empty")
 
 
 def _of_file(file: Path, read: Read) -> Contents:
-    with file.open("rb") as plain:
+    with _open(file) as plain:
         start = plain.read(4)
     if start == _PARQUET:
         return Contents("row", _rows(file, read))
@@ -120,10 +124,17 @@ def _begins_document(head: bytes) -> bool:
     return bool(newline) and line.strip() == b"{" and rest.lstrip()[:1] == b'"'
 
 
+def _open(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise ValueError(f"{file}: it cannot be read: {error.strerror}; expected a file that you may read") from error
+
+
 @contextmanager
 def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
     """The decompressed bytes of a file."""
-    with file.open("rb") as plain:
+    with _open(file) as plain:
         start = plain.read(4)
         plain.seek(0)
         counted: Any = io.BufferedReader(_Counted(plain, read), _READ_BYTES)
@@ -131,7 +142,7 @@ def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
             if start[:2] == _GZIP:
                 with gzip.open(counted) as stream:
                     yield stream  # type: ignore[misc]  # GzipFile has what is used of BinaryIO
-            elif start == _ZSTD:
+            elif start == _ZSTD or (start[1:] == _SKIPPED[1:] and start[0] & 0xF0 == _SKIPPED[0]):
                 with _zstd(file, counted) as stream:
                     yield stream
             else:

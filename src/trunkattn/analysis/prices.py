@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trunkattn.analysis.memory import NUMBER_BYTES, check_cards, layer_token_bytes
 from trunkattn.analysis.model_shape import ModelShape
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card, EngineTimes
@@ -35,8 +36,6 @@ _PROMPT_SHARE: Final = 0.7  # of the rate of matrix products that the attention 
 _CACHE_DTYPES: Final = MappingProxyType(
     {"auto": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 )
-_RESERVED: Final = 0.9  # share of the card's memory that an engine takes
-_ACTIVATION_BYTES: Final = 2 * 10**9
 
 
 class DecodeBatch(NamedTuple):
@@ -95,12 +94,7 @@ class Prices:
     kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        shape, cards = self.shape, self.tensor_parallel
-        if cards < 1 or shape.num_qo_heads % cards or (shape.num_kv_heads % cards and cards % shape.num_kv_heads):
-            raise ValueError(
-                f"tp={cards}: expected a number of cards that divides the {shape.num_qo_heads} query heads and divides "
-                f"or is divided by the {shape.num_kv_heads} KV heads of {shape.name}"
-            )
+        check_cards(self.shape, self.tensor_parallel)
         if self.kv_cache_dtype not in _CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(_CACHE_DTYPES)}")
         assert self.rule
@@ -148,25 +142,7 @@ class Prices:
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token in the cache of one layer, on all cards."""
-        copies = max(1, self.tensor_parallel // self.shape.num_kv_heads)
-        return self.shape.cached_numbers() * self._number_bytes * copies
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that fit in the cards' memory beside the weights.
-
-        Raises:
-            ValueError: the weights do not fit.
-        """
-        free = _RESERVED * self.times.memory_bytes * self.tensor_parallel - self.shape.total_bytes() - _ACTIVATION_BYTES
-        pages = int(free // (self.token_bytes * self.page_size))
-        if pages < 1:
-            needed = self.shape.total_bytes() / 1e9
-            raise ValueError(
-                f"{self.shape.name} has {needed:.0f} GB of weights, which {self.tensor_parallel} x "
-                f"{self.card.model.name} do not hold beside a KV cache: expected more cards, with --tp"
-            )
-        return pages
+        return layer_token_bytes(self.shape, self.tensor_parallel, self.kv_cache_dtype)
 
     def attention(self, batch: DecodeBatch) -> AttentionTimes:
         """Attention of a decode step, of all layers."""
@@ -252,7 +228,7 @@ class Prices:
 
     @property
     def _number_bytes(self) -> int:
-        return _CACHE_DTYPES[self.kv_cache_dtype].itemsize
+        return NUMBER_BYTES[self.kv_cache_dtype]
 
 
 def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:

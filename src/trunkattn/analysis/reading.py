@@ -60,6 +60,7 @@ def read_log(
             could be taken, a package is missing, or, with `strict`, a line is wrong.
     """
     place = Path(path).expanduser()
+    name = place.name or str(place.resolve())
     chosen = None if format == "auto" else format_named(format)
     total = sum(file.stat().st_size for file in files_of(place))
     done = 0
@@ -68,11 +69,11 @@ def read_log(
         nonlocal done
         done += count
         if progress is not None:
-            progress(f"reading {place.name}", min(1.0, done / max(1, total)))
+            progress(f"reading {name}", min(1.0, done / max(1, total)))
 
     encoder = None if tokenizer is None else read_tokenizer(tokenizer)
     contents = contents_of(place, read)
-    tally = _Tally(place.name, contents.unit, strict)
+    tally = _Tally(name, contents.unit, strict)
     lines = tally.lines(contents.lines)
     if chosen is None:
         chosen, lines = _recognised(lines, tally)

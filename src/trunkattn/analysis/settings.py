@@ -11,6 +11,8 @@ Progress = Callable[[str, float], None]
 """Called now and then with what is being done, for people, and the share of it that is done, 0 to 1."""
 
 ROUTES: Final = ("random", "round-robin", "prefix", "sharers")
+MOST_REPLICAS: Final = 1024
+MOST_PAGES: Final = 10_000_000  # of each of which a replay holds a record
 KV_CACHE_DTYPES: Final = ("auto", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -69,15 +71,18 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "max_num_seqs", "page_size", "max_num_batched_tokens", "output_tokens"):
             keep_int(self, name, at_least=1)
-        keep_int(self, "replicas", at_least=1)
+        keep_int(self, "replicas", at_least=1, at_most=MOST_REPLICAS)
         keep_int(self, "seed", at_least=0)
-        for name in ("num_pages", "kv_cache_bytes", "max_requests"):
+        for name, most in (("num_pages", MOST_PAGES), ("kv_cache_bytes", None), ("max_requests", None)):
             if getattr(self, name) is not None:
-                keep_int(self, name, at_least=1)
-        for concurrency in self.concurrencies:
-            check_int("concurrencies", concurrency, at_least=1)
-            check_budget(concurrency, self.max_num_batched_tokens)
+                keep_int(self, name, at_least=1, at_most=most)
         check_budget(self.max_num_seqs, self.max_num_batched_tokens)
+        for concurrency in self.concurrencies:
+            if check_int("concurrencies", concurrency, at_least=1) > self.max_num_batched_tokens:
+                raise ValueError(
+                    f"concurrencies={concurrency}: expected at most max_num_batched_tokens="
+                    f"{self.max_num_batched_tokens}, so that every running answer gets a token in each step"
+                )
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise ValueError(f"num_pages={self.num_pages}: expected it without kv_cache_bytes, which says it too")
         for rate in self.rates:
@@ -89,3 +94,7 @@ class Settings:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
         if self.route is not None and self.route not in ROUTES:
             raise ValueError(f"route={self.route!r}: expected one of {', '.join(ROUTES)}")
+        if self.route is not None and self.replicas == 1:
+            raise ValueError(f"route={self.route!r}: expected it with replicas of at least 2, among which to route")
+        if not (self.concurrencies or self.rates or self.as_logged):
+            raise ValueError("concurrencies=(): expected a number of requests at a time, a rate, or the log's times")

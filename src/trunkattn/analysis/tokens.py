@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes
 from trunkattn.analysis.records import Encoded
 from trunkattn.analysis.texts import to_bytes
+from trunkattn.engine.model_path import TOKENIZER_FILES
 
 BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
@@ -206,9 +207,7 @@ def read_tokenizer(path: str | Path) -> TokenizerEncoder:
     Raises:
         ValueError: naming what is missing: the path, a tokenizer in it, or the packages that read it.
     """
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise ValueError(f"tokenizer={str(path)!r}: there is no such folder; expected one with a tokenizer.json")
+    place = check_tokenizer(path)
     try:
         from trunkattn.engine.model import load_tokenizer
         from trunkattn.engine.model_files import ModelFiles
@@ -221,11 +220,20 @@ def read_tokenizer(path: str | Path) -> TokenizerEncoder:
         tokenizer = load_tokenizer(ModelFiles(place, None) if place.is_dir() else ModelFiles(place.parent, place.name))
     except ValueError as error:
         raise ValueError(str(error).replace("model=", "tokenizer=", 1)) from error
-    if tokenizer is None:
-        raise ValueError(f"tokenizer={str(path)!r}: the folder has no tokenizer; expected a tokenizer.json in it")
+    assert tokenizer is not None  # `check_tokenizer` found its files
     first_ids = tokenizer("")["input_ids"][:1]
     has_bos = bool(first_ids) and first_ids[0] == tokenizer.bos_token_id
     return TokenizerEncoder(tokenizer, place.name, tokenizer.bos_token if has_bos else "")
+
+
+def check_tokenizer(path: str | Path) -> Path:
+    """The path of a file, or of a folder with a tokenizer. Raises ValueError before anything large is loaded."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"tokenizer={str(path)!r}: there is no such folder; expected one with a tokenizer.json")
+    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"tokenizer={str(path)!r}: the folder has no tokenizer; expected a tokenizer.json in it")
+    return place
 
 
 def plain_message(message: Fields) -> dict[str, Any]:

@@ -4,11 +4,16 @@ Source: PAT's kernel study, https://arxiv.org/abs/2511.22333, §8.3.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.batch import PagedBatch, pages_for, require_positive
+
+# Bounds of what a block table of a decode step names: larger ones are of no engine, and take minutes to plan.
+MOST_REQUESTS: Final = 1 << 17
+MOST_TOKENS: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,12 @@ class PrefixTree:
             raise ValueError(f"tree {self}: expected node and token counts of at least 1")
         if list(self.nodes) != sorted(self.nodes):
             raise ValueError(f"tree {self}: expected at least as many nodes on a level as on the level above")
+        read = self.num_requests * self.seq_len
+        if self.num_requests > MOST_REQUESTS or read > MOST_TOKENS:
+            raise ValueError(
+                f"tree {self}: {self.num_requests} requests read {read} tokens; expected at most {MOST_REQUESTS} that "
+                f"read {MOST_TOKENS}"
+            )
 
     def __str__(self) -> str:
         return f"{','.join(map(str, self.nodes))}_{','.join(map(str, self.tokens))}"

@@ -10,6 +10,7 @@ import typer
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.cli.command import fields_of
 from trunkattn.cli.options import OUTPUT, integer, number, size
+from trunkattn.validate import check_int
 
 LOG, MODEL, ENGINE, FLEET = "Log", "Card and model", "Engine", "Fleet"
 _DEFAULT: Final = Settings()
@@ -36,10 +37,12 @@ class Listed(tuple[Any, ...]):
 
 
 def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
-    """The parser of such an option, which leaves its default as it is."""
+    """The parser of such an option, which leaves its default as it is. No text at all stands for no value."""
 
     def listed(text: Any) -> Listed:
-        return text if isinstance(text, Listed) else Listed(parser(part) for part in text.split(",") if part.strip())
+        if isinstance(text, Listed):
+            return text
+        return Listed(parser(part) for part in text.split(",")) if text else Listed()
 
     return listed
 
@@ -65,7 +68,8 @@ class AnalyzeOptions:
         Path,
         typer.Argument(
             metavar="LOG",
-            help="A file of requests (JSON lines, a JSON array, CSV or Parquet; also gzip or Zstandard), or a folder.",
+            help="A file of requests (JSON lines, a JSON array, CSV or Parquet; also gzip or Zstandard), a folder, or "
+            "- for standard input.",
         ),
     ]
     log_format: Annotated[
@@ -105,7 +109,7 @@ class AnalyzeOptions:
             _listed(integer),
             "N,N,...",
             ENGINE,
-            "Replay with so many requests at a time, one after the other.",
+            "Replay with so many requests at a time, one after the other. An empty text: not at all.",
             "--concurrency",
         ),
     ] = _CONCURRENCIES
@@ -169,6 +173,7 @@ class AnalyzeOptions:
     ] = False
 
     def __post_init__(self) -> None:
+        check_int("max_requests", self.max_requests or 0, at_least=0)
         self.settings()
 
     def settings(self) -> Settings:

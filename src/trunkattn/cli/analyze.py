@@ -2,31 +2,27 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trunkattn.analysis import settings
+from trunkattn.analysis.memory import cache_pages, check_cards
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.cli.analysis_options import AnalyzeOptions
 from trunkattn.cli.command import reported_by_option
-
-STANDARD_OUTPUT = Path("-")
+from trunkattn.cli.streams import STANDARD_STREAM, as_file, check_writable, write
+from trunkattn.gpu.cards import card_named
 
 
 def run_analyze(options: AnalyzeOptions) -> None:
     """Checks the options, reads the log, replays it, and writes what was found. Large packages are loaded after the
     checks, and files are written after everything else."""
     with reported_by_option(AnalyzeOptions):
-        if not options.log.expanduser().exists():
-            raise ValueError(f"log={str(options.log)!r}: expected a file or a folder that exists")
-        model_shape(options.model)
-        for name, path in (("json_file", options.json_file), ("html_file", options.html_file)):
-            check_writable(name, path)
+        check_options(options)
     from trunkattn.analysis.analyze import analyze, setup_of
     from trunkattn.analysis.html import to_html
     from trunkattn.analysis.reading import read_log
@@ -35,9 +31,9 @@ def run_analyze(options: AnalyzeOptions) -> None:
     errors = Console(file=sys.stderr)
     with reported_by_option(AnalyzeOptions):
         setup_of(options.settings())  # before the log is read, which may last minutes
-        with shown_progress(errors) as progress:
+        with shown_progress(errors) as progress, as_file(options.log) as place:
             log = read_log(
-                options.log,
+                place,
                 format=options.log_format,
                 tokenizer=options.tokenizer,
                 strict=options.strict,
@@ -50,7 +46,7 @@ def run_analyze(options: AnalyzeOptions) -> None:
         write(options.json_file, json.dumps(written, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if options.html_file is not None:
         write(options.html_file, to_html(analysis, show_text=options.show_text))
-    if STANDARD_OUTPUT in (options.json_file, options.html_file):
+    if STANDARD_STREAM in (options.json_file, options.html_file):
         return
     print_analysis(analysis, Console(), show_text=options.show_text)
     for path in (options.json_file, options.html_file):
@@ -58,26 +54,33 @@ def run_analyze(options: AnalyzeOptions) -> None:
             errors.print(f"written: {path}", style="dim", markup=False, highlight=False)
 
 
-def check_writable(name: str, path: Path | None) -> None:
-    """Raises ValueError unless a file can be written there, before any work is done. `name` is the option's field."""
-    if path is None or path == STANDARD_OUTPUT:
-        return
-    if path.is_dir():
-        raise ValueError(f"{name}={str(path)!r}: expected a file, and this is a folder")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{name}={str(path)!r}: expected a file in a folder that exists")
+def check_options(options: AnalyzeOptions) -> None:
+    """Raises ValueError for what can be wrong: first what takes no package to see, then what takes NumPy."""
+    wanted = options.settings()
+    shape, card = model_shape(options.model), card_named(options.card)
+    check_cards(shape, options.tensor_parallel)
+    cache_pages(wanted, shape, card)
+    log = options.log.expanduser()
+    if options.log != STANDARD_STREAM and not log.exists():
+        raise ValueError(f"log={str(options.log)!r}: expected a file or a folder that exists, or - for standard input")
+    check_outputs(options, {log: "LOG"} if log.is_file() else {})
+    from trunkattn.analysis.files import files_of
+    from trunkattn.analysis.formats.table import format_named
+    from trunkattn.analysis.tokens import check_tokenizer
+
+    if log.is_dir():
+        check_outputs(options, dict.fromkeys(files_of(log), "LOG"))
+    if options.log_format != "auto":
+        format_named(options.log_format)
+    if options.tokenizer is not None:
+        check_tokenizer(options.tokenizer)
 
 
-def write(path: Path, text: str) -> None:
-    """Writes a text, to standard output if the path is "-"."""
-    if path == STANDARD_OUTPUT:
-        typer.echo(text, nl=False)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        typer.echo(f"trunkattn: {path} was not written: {error.strerror}", err=True)
-        raise typer.Exit(1) from error
+def check_outputs(options: AnalyzeOptions, inputs: Mapping[Path, str]) -> None:
+    """Raises ValueError unless what is written can be, and over nothing that is read. inputs: what names each file."""
+    check_writable("json_file", options.json_file, inputs)
+    others = inputs if options.json_file is None else {**inputs, options.json_file: "--json"}
+    check_writable("html_file", options.html_file, others)
 
 
 @contextmanager

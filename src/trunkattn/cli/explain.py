@@ -12,13 +12,15 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
+from trunkattn.analysis.memory import check_cards
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.cli.analysis_options import ExplainOptions
-from trunkattn.cli.analyze import check_writable, write
 from trunkattn.cli.command import reported_by_option
+from trunkattn.cli.streams import check_writable, write
+from trunkattn.gpu.cards import card_named
 
-TREE: Final = re.compile(r"[\d, ]+_[\d, ]+")
+TREE: Final = re.compile(r"[0-9, ]+_[0-9, ]+")
 FIELDS: Final = ("block_table", "seq_lens", "page_size")
 EXPECTED: Final = ", ".join(map(json.dumps, FIELDS))  # in quotes, because an option has the name of one
 DEFAULT_PAGE_SIZE: Final = 16
@@ -28,16 +30,15 @@ Tables = tuple[NDArray[Any], NDArray[Any], int]
 def run_explain(options: ExplainOptions) -> None:
     """Checks the options, plans the batch with every policy, and prints what that gives."""
     with reported_by_option(ExplainOptions):
-        shape = model_shape(options.model)
-        check_writable("svg_file", options.svg_file)
+        shape, card = model_shape(options.model), card_named(options.card)
+        check_cards(shape, options.tensor_parallel)
+        check_writable("svg_file", options.svg_file, {Path(options.batch): "BATCH"})
         block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)
     with reported_by_option(ExplainOptions):
         from trunkattn.analysis.explain import explain
         from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation
         from trunkattn.analysis.prices import Prices
-        from trunkattn.gpu.cards import card_named
 
-        card = card_named(options.card)
         prices = Prices(shape, card, page_size, options.tensor_parallel, options.kv_cache_dtype)
         explanation = explain((block_table, seq_lens), prices)
     if options.svg_file is not None:
@@ -59,7 +60,10 @@ def read_batch(batch: str, page_size: int | None) -> Tables:
         ValueError: `batch=...: expected ...`.
     """
     if TREE.fullmatch(batch):
-        tree = parse_tree(batch)
+        try:
+            tree = parse_tree(batch)
+        except ValueError as error:
+            raise ValueError(f"batch={batch!r}: {error}") from error
         made = tree_batch(tree, page_size or math.gcd(DEFAULT_PAGE_SIZE, *tree.tokens[:-1]))
         return made.block_table, made.seq_lens, made.page_size
     path = Path(batch).expanduser()

@@ -27,6 +27,7 @@ from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.latent import absorb_heads
 from trunkattn.engine.model_files import ModelFiles, find_model_files, one_line
+from trunkattn.engine.model_path import TOKENIZER_FILES
 from trunkattn.engine.model_support import (
     AttentionGeometry,
     check_config,
@@ -36,7 +37,6 @@ from trunkattn.engine.model_support import (
 )
 from trunkattn.engine.packed_linear import can_pack, pack_linears
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 KV_DTYPES = MappingProxyType(
     {
         "auto": None,

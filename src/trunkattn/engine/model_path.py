@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 
 

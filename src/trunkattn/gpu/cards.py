@@ -1,11 +1,15 @@
-"""One record for each model of card: everything that was fitted to it. A card is such a record and what CUDA says."""
+"""One record for each model of card: everything that was fitted to it. A card is such a record and what CUDA says.
+
+torch is imported where CUDA is asked, because a command finds a card by its name before torch is loaded.
+"""
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from trunkattn.planner.device import CardTimes
+
+if TYPE_CHECKING:
+    import torch
 
 E4M3_NEEDS: Final = "expected compute capability 8.9 or later for this dtype; use torch.float8_e5m2 on this GPU"
 _HAS_E4M3: Final = 89  # compute capability
@@ -22,8 +26,10 @@ class GpuFacts(NamedTuple):
     l2_bytes: int
 
 
-def facts_of(device: torch.device) -> GpuFacts:
+def facts_of(device: "torch.device") -> GpuFacts:
     """What CUDA says of a device."""
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
     return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
@@ -271,6 +277,8 @@ def card_named(name: str) -> Card:
     raise ValueError(f"gpu={name!r}: expected a card whose engines were measured: {known}")
 
 
-def card_at(device: torch.device | str) -> Card:
+def card_at(device: "torch.device | str") -> Card:
     """The card of a CUDA device; where there is no GPU, one that stands in."""
+    import torch
+
     return card_of(facts_of(torch.device(device))) if torch.cuda.is_available() else ASSUMED

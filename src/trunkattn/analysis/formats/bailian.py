@@ -3,18 +3,19 @@
 from collections.abc import Iterable, Iterator
 
 from trunkattn.analysis.formats.base import (
+    MOST_ID,
     Entry,
     Fields,
     Format,
     Hashes,
     Line,
-    brief,
     check_blocks,
     each,
     hash_ids,
     integer,
     optional_integer,
     require,
+    seconds,
 )
 from trunkattn.analysis.records import SkippedLine
 
@@ -36,21 +37,19 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
 def _entry(line: Line, roots: dict[int, int]) -> Entry:
     fields = line.fields
     require(fields, "chat_id", "timestamp", "input_length", "output_length", "hash_ids")
-    arrival = fields["timestamp"]
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not arrival >= 0:
-        raise ValueError(f"timestamp={brief(arrival)}: expected seconds of at least 0")
+    arrival = seconds("timestamp", fields["timestamp"])
     num_tokens = integer("input_length", fields["input_length"], 1)
     num_output_tokens = integer("output_length", fields["output_length"], 0)
     prompt = Hashes(hash_ids("hash_ids", fields["hash_ids"]), BLOCK_SIZE, num_tokens)
     check_blocks(prompt, ("hash_ids", "input_length"))
-    chat = integer("chat_id", fields["chat_id"], 0)
-    parent = integer("parent_chat_id", fields.get("parent_chat_id", NO_PARENT), NO_PARENT)
+    chat = integer("chat_id", fields["chat_id"], 0, MOST_ID)
+    parent = integer("parent_chat_id", fields.get("parent_chat_id", NO_PARENT), NO_PARENT, MOST_ID)
     roots[chat] = root = chat if parent == NO_PARENT else roots.get(parent, parent)
     turn = optional_integer(fields, "turn")
     return Entry(
         line.number,
         prompt,
-        float(arrival),
+        arrival,
         num_tokens,
         num_output_tokens,
         session=str(root),

@@ -1,10 +1,11 @@
 """What every format of a log has: entries, how a line becomes one, and how fields are read and refused."""
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from math import isfinite
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,12 @@ from numpy.typing import NDArray
 from trunkattn.analysis.records import SkippedLine
 
 Fields: TypeAlias = Mapping[str, Any]
+
+MOST_TOKENS: Final = 100_000_000  # of a prompt or an answer: no model has more, and blocks take memory
+MILLISECONDS: Final = ("milliseconds", 1e3)  # for `seconds`
+MOST_ID: Final = (1 << 63) - 1
+_NO_WORDS: Final = re.compile(r"[0-9TZ:./+ -]{0,40}")  # wrong numbers and dates
+_LATEST: Final = 1e11  # seconds, as a length of time and since 1970: above it a number has another unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +140,23 @@ def require(fields: Fields, *names: str) -> None:
         raise ValueError(f"{', '.join(missing)} missing: expected {', '.join(names)}")
 
 
-def integer(name: str, value: Any, least: int) -> int:
-    """A whole number of at least `least`, also where it is written as 7.0."""
+def integer(name: str, value: Any, least: int, most: int = MOST_TOKENS) -> int:
+    """A whole number from `least` to `most`, also where it is written as 7.0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={brief(value)}: expected an integer of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={brief(value)}: expected an integer of at most {most}")
     return value
+
+
+def seconds(name: str, value: Any, unit: str = "seconds", per_second: float = 1.0) -> float:
+    """A length of time in seconds. unit: in which `value` is told, with so many to a second."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < _LATEST * per_second:
+        raise ValueError(f"{name}={brief(value)}: expected {unit} of at least 0 and below {_LATEST * per_second:g}")
+    return float(value) / per_second
 
 
 def optional_integer(fields: Fields, *names: str, least: int = 0) -> int | None:
@@ -161,8 +178,7 @@ def hash_ids(name: str, value: Any) -> NDArray[np.int64]:
     if all(type(number) is int and 0 <= number < 1 << 64 for number in value):
         return np.array(value, dtype=np.uint64).view(np.int64)
     wrong = next(number for number in value if type(number) is not int or not 0 <= number < 1 << 64)
-    given = "a text" if isinstance(wrong, str) else brief(wrong)  # a text may be somebody's prompt
-    raise ValueError(f"{name}={given}: expected an integer of at least 0 and below 2**64")
+    raise ValueError(f"{name}={brief(wrong)}: expected an integer of at least 0 and below 2**64")
 
 
 def token_ids(name: str, value: Any) -> TokenIds:
@@ -197,16 +213,15 @@ def epoch_seconds(name: str, value: Any) -> float | None:
             number = float(value)
         except ValueError:
             return _from_text(name, value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number) or number < 0:
+    units = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3), (0, 1))
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < _LATEST * units[0][1]:
         raise ValueError(f"{name}={brief(value)}: expected a time, as seconds or as YYYY-MM-DD HH:MM:SS")
-    for least, unit in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
-        if number >= least:
-            return number / unit
-    return float(number)
+    return next(number / unit for least, unit in units if number >= least)
 
 
 def _from_text(name: str, value: str) -> float:
-    head, dot, fraction = value.strip().removesuffix("Z").removesuffix("z").partition(".")
+    plain = re.sub(r"\s*(?:Z|UTC|GMT)$", "", value.strip(), flags=re.IGNORECASE)
+    head, dot, fraction = plain.partition(".")
     digits = fraction[: len(fraction) - len(fraction.lstrip("0123456789"))]
     try:
         moment = datetime.fromisoformat(head + (fraction[len(digits) :] if dot else ""))
@@ -221,7 +236,9 @@ def answer_text(message: Any) -> str | None:
     if isinstance(message, str):
         return message
     if isinstance(message, Mapping):
-        return answer_text(first(message, "content", "text", "message", "parts", "choices"))
+        text = answer_text(first(message, "content", "text", "message", "parts", "choices"))
+        calls = message.get("tool_calls")
+        return json.dumps(calls, ensure_ascii=False) if text is None and calls else text
     if isinstance(message, list):
         found = [text for text in map(answer_text, message) if text]
         return "\n".join(found) or None
@@ -229,7 +246,9 @@ def answer_text(message: Any) -> str | None:
 
 
 def brief(value: Any) -> str:
-    """A value for an error, cut short."""
+    """A value for an error, cut short. A text with words is not quoted, since it may be somebody's prompt."""
+    if isinstance(value, str) and not _NO_WORDS.fullmatch(value):
+        return "a text"
     if isinstance(value, Mapping | list | tuple):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)} entries"
     text = repr(value)

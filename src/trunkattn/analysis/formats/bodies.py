@@ -39,7 +39,11 @@ def prompts_of(body: Fields) -> list[Prompt]:
     """
     messages = body.get("messages")
     if messages is not None:
-        return [chat_of(messages, first(body, "tools", "functions"))]
+        system = body.get("system")  # where Anthropic's interface has it
+        head = [{"role": "system", "content": system}] if isinstance(system, str | list) and system else []
+        return [
+            chat_of([*head, *messages] if isinstance(messages, list) else messages, first(body, "tools", "functions"))
+        ]
     for name in PROMPT_FIELDS[1:]:
         value = body.get(name)
         if value is not None and name == "input":
@@ -53,7 +57,7 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
     """Messages, and the tools if they are a list."""
     is_list = isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages)
     if not is_list or not messages:
-        raise ValueError(f"messages={_kind(messages)}: expected a list of objects, each with a role and a content")
+        raise ValueError(f"messages={brief(messages)}: expected a list of objects, each with a role and a content")
     return Chat(messages, tools if isinstance(tools, list) else ())
 
 
@@ -73,7 +77,7 @@ def outcome_of(response: Any) -> Outcome:
     num_output_tokens = optional_integer(usage, "completion_tokens", "output_tokens")
     if num_output_tokens is not None:
         num_output_tokens = -(-num_output_tokens // (num_answers or 1))
-    answer = choices[0] if isinstance(choices, list) and choices else first(response, "output", "content", "text")
+    answer = choices[0] if isinstance(choices, list) and choices else first(response, "output") or response
     num_prompt_tokens = optional_integer(usage, "prompt_tokens", "input_tokens")
     return Outcome(num_prompt_tokens, num_output_tokens, answer_text(answer), num_answers)
 
@@ -91,7 +95,7 @@ def _prompts(name: str, value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name}={_kind(value)}: expected a text, token ids, or a list of them")
+        raise ValueError(f"{name}={brief(value)}: expected a text, token ids, or a list of them")
     if all(isinstance(item, str) for item in value):
         return list(value)
     if all(isinstance(item, list) for item in value):
@@ -112,12 +116,7 @@ def _response_input(value: Any, body: Fields) -> Prompt:
             item if not isinstance(item, Mapping) or "role" in item else {"role": "tool", **item} for item in value
         ]
     else:
-        raise ValueError(f"input={_kind(value)}: expected a text or a list of messages")
+        raise ValueError(f"input={brief(value)}: expected a text or a list of messages")
     instructions = body.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     return chat_of(system + items, first(body, "tools"))
-
-
-def _kind(value: Any) -> str:
-    """What a value is, without the text that it may hold."""
-    return "a text" if isinstance(value, str) else brief(value)

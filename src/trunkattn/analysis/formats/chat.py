@@ -11,6 +11,7 @@ from trunkattn.analysis.formats.base import (
     Fields,
     Format,
     Line,
+    answer_text,
     each,
     epoch_seconds,
     first,
@@ -90,13 +91,15 @@ def _turns(line: Line, conversation: list[Any], tools: Any = None) -> Iterator[E
     for message in conversation:
         role = _role(message)
         text = first(message, "value", "content", "text") if isinstance(message, Mapping) else None
-        if role is None or text is None:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if role is None or (text is None and not calls):
             raise ValueError("conversations: expected objects with from and value, or role and content")
+        message = {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
         if role == "assistant" and messages:
-            answer = outcome_of(text).answer
+            answer = answer_text(message)
             yield Entry(line.number, chat_of(list(messages), tools), answer=answer, session=session, turn=turn)
             turn += 1
-        messages.append({"role": role, "content": text})
+        messages.append(message)
 
 
 def _agent_turns(line: Line, conversations: list[list[Any]]) -> Iterator[Entry]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from trunkattn.analysis.formats.base import (
+    MILLISECONDS,
     Entry,
     Fields,
     Format,
@@ -16,6 +17,7 @@ from trunkattn.analysis.formats.base import (
     integer,
     optional_integer,
     optional_text,
+    seconds,
 )
 
 SCHEMA = "dynamo.request.trace."
@@ -63,9 +65,9 @@ def _arrival(fields: Fields, request: Fields) -> float | None:
     if received is not None:
         return epoch_seconds("request_received_ms", received)
     end, total = first(fields, "event_time_unix_ms"), first(request, "total_time_ms")
-    if not isinstance(end, int | float) or not isinstance(total, int | float):
+    if end is None or total is None:
         raise ValueError("request_received_ms missing: expected it, or event_time_unix_ms and total_time_ms")
-    return (end - total) / 1000
+    return seconds("event_time_unix_ms", end, *MILLISECONDS) - seconds("total_time_ms", total, *MILLISECONDS)
 
 
 FORMAT = Format("dynamo", "Dynamo request trace", recognises, each(parse))

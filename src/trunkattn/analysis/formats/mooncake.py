@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from trunkattn.analysis.formats.base import (
+    MILLISECONDS,
     Entry,
     Fields,
     Format,
@@ -15,6 +16,7 @@ from trunkattn.analysis.formats.base import (
     integer,
     optional_text,
     require,
+    seconds,
 )
 from trunkattn.analysis.records import SkippedLine
 
@@ -45,27 +47,21 @@ def _entry(line: Line, latest: dict[str, float]) -> Entry:
     if follows:
         assert session is not None
         delay_name = _spelling(fields, DELAYS)
-        arrival = latest[session] + _milliseconds(delay_name, fields.get(delay_name, 0))
+        arrival = latest[session] + seconds(delay_name, fields.get(delay_name, 0), *MILLISECONDS)
     else:
-        arrival = _milliseconds(arrival_name, fields[arrival_name])
+        arrival = seconds(arrival_name, fields[arrival_name], *MILLISECONDS)
     num_tokens = integer(input_name, fields[input_name], 1)
     num_output_tokens = integer(output_name, fields[output_name], 0)
     prompt = Hashes(hash_ids("hash_ids", fields["hash_ids"]), BLOCK_SIZE, num_tokens)
     check_blocks(prompt, ("hash_ids", input_name))
     if session is not None:
         latest[session] = arrival
-    return Entry(line.number, prompt, arrival / 1000, num_tokens, num_output_tokens, session=session)
+    return Entry(line.number, prompt, arrival, num_tokens, num_output_tokens, session=session)
 
 
 def _spelling(fields: Fields, names: tuple[str, ...]) -> str:
     """The name that an object uses; the first one if it uses none."""
     return next((name for name in names if name in fields), names[0])
-
-
-def _milliseconds(name: str, value: object) -> float:
-    if isinstance(value, float) and value >= 0:
-        return value
-    return integer(name, value, 0)
 
 
 FORMAT = Format("mooncake", "Mooncake trace", recognises, parse)

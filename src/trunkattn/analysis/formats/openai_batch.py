@@ -22,7 +22,7 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
             name = str(line.fields["custom_id"])
             if "body" in line.fields:
                 if name in inputs:
-                    raise ValueError(f"custom_id={name[:60]!r} comes a second time: expected one input for each")
+                    raise ValueError("its custom_id comes a second time: expected one input for each")
                 inputs.update((name, entry) for entry in _entries(line))
             elif first(line.fields, "response.body") is not None:
                 outputs[name] = line.number, outcome_of(line.fields["response"]["body"])

@@ -34,6 +34,7 @@ NUMBERED = re.compile(
     r"(?:llm\.input_messages\.(\d+)\.message|gen_ai\.prompt\.(\d+))\.(role|content|contents\.\d+\.message_content\.text)"
 )
 ANSWERS = ("llm.output_messages.0.message.content", "gen_ai.completion.0.content")
+WHOLE = re.compile(r"-?[0-9]{1,19}")
 MARKS = ("gen_ai.", "llm.", "openinference.")
 
 
@@ -92,15 +93,15 @@ def _value(value: Any) -> Any:
     """A value of OTLP, which names its type. Whole numbers are texts there."""
     if not isinstance(value, Mapping):
         return value
-    for name, inner in value.items():
-        if name == "intValue":
-            return int(inner)
-        if name == "arrayValue":
-            return [_value(item) for item in inner.get("values", [])]
+    name, inner = next(iter(value.items()), ("", None))
+    if name == "intValue" and isinstance(inner, str) and WHOLE.fullmatch(inner):
+        return int(inner)
+    if name in ("arrayValue", "kvlistValue"):
+        values = inner.get("values") if isinstance(inner, Mapping) else None
         if name == "kvlistValue":
-            return {item["key"]: _value(item.get("value")) for item in inner.get("values", [])}
-        return inner
-    return None
+            return _flat(values) if isinstance(values, list) else {}
+        return [_value(item) for item in values] if isinstance(values, list) else []
+    return inner
 
 
 def _is_call(attributes: Fields) -> bool:

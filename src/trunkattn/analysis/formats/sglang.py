@@ -16,6 +16,7 @@ from trunkattn.analysis.formats.base import (
     optional_integer,
     optional_text,
     require,
+    seconds,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
 from trunkattn.analysis.records import SkippedLine
@@ -80,7 +81,7 @@ def _take(line: Line, pending: dict[str, _Request], done: set[str]) -> _Request 
     if known is None:
         done.add(name)
         latency = first(_meta(out), "e2e_latency")
-        since = float(latency) if isinstance(latency, int | float) else 0.0
+        since = 0.0 if latency is None else seconds("e2e_latency", latency)
         known = _Request(line.number, None if moment is None else moment - since)
     known.fields.update(told)
     known.out = out
@@ -90,7 +91,7 @@ def _take(line: Line, pending: dict[str, _Request], done: set[str]) -> _Request 
 def _entries(request: _Request) -> Iterator[Entry]:
     sampling = request.fields.get("sampling_params")
     num_answers = num_answers_of(sampling)
-    outs = request.out if isinstance(request.out, list) else [request.out]
+    outs = request.out if isinstance(request.out, list) and request.out else [request.out]
     prompts = _prompts(request)
     for number, prompt in enumerate(prompts):
         out = outs[min(number * len(outs) // len(prompts), len(outs) - 1)]

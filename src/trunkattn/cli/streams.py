@@ -1,0 +1,92 @@
+"""What commands read and write: files, folders, pipes and the standard streams."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import typer
+
+STANDARD_STREAM: Final = Path("-")
+
+
+@contextmanager
+def as_file(path: Path) -> Iterator[Path]:
+    """A file or folder as it is. What comes through a pipe or standard input ("-") is read to its end first, into a
+    file that ends with the context, because a log is looked at more than once.
+
+    Raises:
+        ValueError: the disk is full.
+    """
+    place = path.expanduser()
+    if path != STANDARD_STREAM and (place.is_file() or place.is_dir()):
+        yield place
+        return
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / ("standard input" if path == STANDARD_STREAM else place.name)
+        try:
+            with sys.stdin.buffer if path == STANDARD_STREAM else place.open("rb") as source, copy.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        except OSError as error:
+            raise ValueError(f"log={str(path)!r}: it was not read to its end: {error.strerror}") from error
+        yield copy
+
+
+def check_writable(name: str, path: Path | None, others: Mapping[Path, str]) -> None:
+    """Raises ValueError unless a file can be written there, before any work is done.
+
+    Args:
+        name: field of the option.
+        path: what it says; None: nothing is written.
+        others: other files of the command, and what names each of them.
+    """
+    if path is None:
+        return
+    same = next((said for other, said in others.items() if other.resolve() == path.resolve()), None)
+    if same is not None:
+        raise ValueError(f"{name}={str(path)!r}: expected another file than {same} names")
+    if path == STANDARD_STREAM:
+        return
+    if path.is_dir():
+        raise ValueError(f"{name}={str(path)!r}: expected a file, and this is a folder")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{name}={str(path)!r}: expected a file in a folder that exists")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        if path.is_file() or not path.exists():
+            part = _part_of(path)
+            part.touch()
+            part.unlink()
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: it cannot be written: {error.strerror}") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a text, to standard output if the path is "-". A file has all of it, or stays as it was."""
+    if path == STANDARD_STREAM:
+        typer.echo(text, nl=False)
+        return
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.write_text(text, encoding="utf-8")
+            return
+        part = _part_of(path)
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path.resolve())
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        typer.echo(f"trunkattn: {path} was not written: {error.strerror}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _part_of(path: Path) -> Path:
+    """The file that becomes `path` when all is written."""
+    whole = path.resolve()
+    return whole.with_name(f".{whole.name}.part")

@@ -1,0 +1,164 @@
+"""What strangers' logs have: wrong values anywhere, text where numbers belong, links, frames, other spellings."""
+
+import copy
+import csv
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from trunkattn.analysis.files import files_of
+from trunkattn.analysis.formats.base import epoch_seconds
+from trunkattn.analysis.formats.table import FORMATS
+from trunkattn.analysis.reading import read_log
+
+SAMPLES: Final = Path(__file__).parent / "logs"
+SECRET: Final = "somebody's words"
+STRANGE: Final[tuple[Any, ...]] = (
+    *(None, True, 0, -1, 1.5, float("nan"), float("inf"), 1e308, 10**18, 10**30, 10**400, SECRET, "", "NaN", "1e5"),
+    *("2026-13-45", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "\ud800", "[1,", "[null]", "9" * 5000),
+    *([], {}, [[]], [{}], [None], [SECRET], [SECRET, [1]], {"a": SECRET}, {"content": SECRET}, [1.5], [-1], [[1]]),
+    *([{"role": "user"}], [{"role": 1, "content": 2}], [{"role": "user", "content": [{"type": "image_url"}]}]),
+    *({"meta_info": SECRET}, {"choices": SECRET}, {"choices": []}, {"choices": [None]}, {"usage": SECRET}),
+    *({"n": SECRET}, {"intValue": SECRET}, {"intValue": []}, {"arrayValue": None}, {"arrayValue": {"values": None}}),
+    *({"kvlistValue": {"values": [{}]}}, {"kvlistValue": None}),
+)
+
+
+def samples() -> dict[str, list[Any]]:
+    """Objects of each sample log."""
+    found: dict[str, list[Any]] = {}
+    for path in sorted(SAMPLES.iterdir()):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".csv":
+            found[path.name] = [dict(row) for row in csv.DictReader(text.splitlines())]
+        elif path.suffix == ".json":
+            value = json.loads(text)
+            found[path.name] = value if isinstance(value, list) else [value]
+        else:
+            found[path.name] = [json.loads(line) for line in text.splitlines()]
+    return found
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each object or list within a value, with each key or index of it."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, inner in pairs for place in ((value, key), *places(inner))]
+
+
+def spoiled(row: Any, rng: random.Random) -> Any:
+    """A row in which one to three values are others, or are not there."""
+    row = json.loads(json.dumps(row))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        found = places(row)
+        if found:
+            holder, key = rng.choice(found)
+            if rng.random() < 0.2:
+                del holder[key]
+            else:
+                holder[key] = copy.deepcopy(rng.choice(STRANGE))
+    return row
+
+
+@pytest.mark.parametrize("name", samples())
+def test_a_strange_value_is_a_line_left_out_and_never_quoted(name: str, tmp_path: Path) -> None:
+    rng, rows, path = random.Random(name), samples()[name], tmp_path / "log.jsonl"
+    for _ in range(60):
+        path.write_text("".join(json.dumps(spoiled(row, rng)) + "\n" for row in rows), encoding="utf-8")
+        try:
+            log = read_log(path, format=rng.choice(("auto", *(known.name for known in FORMATS))))
+        except ValueError as error:
+            said = str(error)
+        else:
+            said = " ".join([*(line.reason for line in log.skipped), *log.assumptions])
+            assert all(each.arrival is None or 0 <= each.arrival < 1e15 for each in log.requests)
+        assert SECRET not in said
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_an_id_that_comes_again_is_not_quoted(tmp_path: Path) -> None:
+    row = {"custom_id": SECRET, "url": "/v1/completions", "body": {"prompt": "a b c"}}
+    log = read_log(written(tmp_path / "in.jsonl", row, row))
+    assert [line.reason for line in log.skipped] == ["its custom_id comes a second time: expected one input for each"]
+
+
+def test_a_name_of_a_text_is_not_quoted(tmp_path: Path) -> None:
+    (tmp_path / f"{SECRET}.txt").write_bytes(b"\xff")
+    (tmp_path / "other.txt").write_text("A prompt.")
+    assert SECRET not in repr(read_log(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1767225600.5, 1767225600500, 1767225600500000, "1767225600.5", "2026-01-01T00:00:00.5Z"),
+        *("2026-01-01 00:00:00.500 UTC", "2026-01-01T00:00:00.5 gmt", "2026-01-01T02:00:00.500000+02:00"),
+    ],
+)
+def test_a_moment_in_many_spellings(value: object) -> None:
+    assert epoch_seconds("time", value) == 1767225600.5
+
+
+@pytest.mark.parametrize("value", ["2026-13-01", "1767225600.5.5", -5, 1e30, 10**400])
+def test_a_wrong_number_or_date_is_quoted(value: object) -> None:
+    with pytest.raises(ValueError, match=r"time=('?[-0-9.e+]+'?|\d+\.\.\.): expected a time"):
+        epoch_seconds("time", value)
+
+
+def test_a_file_with_two_names_is_read_once(tmp_path: Path) -> None:
+    real = written(tmp_path / "run-5.jsonl", {"prompt": "a b c"})
+    (tmp_path / "latest.jsonl").symlink_to(real)
+    os.link(real, tmp_path / "same.jsonl")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    assert files_of(tmp_path) == [real]
+    assert len(read_log(tmp_path).requests) == 1
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = written(tmp_path / "log.jsonl", {"prompt": "a b c"})
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"log.jsonl: it cannot be read: Permission denied; expected a file that you"):
+        read_log(path)
+
+
+def test_a_frame_without_data_may_stand_first(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    empty = b"\x5a\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    path = tmp_path / "log"
+    path.write_bytes(empty + zstandard.compress(b'{"prompt": "a b c"}\n'))
+    assert len(read_log(path).requests) == 1
+
+
+def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "log.jsonl", {"prompt": "a b c"})
+    monkeypatch.chdir(tmp_path)
+    assert read_log(".").source == str(tmp_path)
+
+
+def test_a_system_prompt_beside_the_messages_is_part_of_the_prompt(tmp_path: Path) -> None:
+    """As Anthropic's interface has it."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "When?"}]}]
+    inside = {"messages": [{"role": "system", "content": "The ferry leaves at noon."}, *messages]}
+    beside = {"request": {"system": "The ferry leaves at noon.", "messages": messages}}
+    first, second = read_log(written(tmp_path / "log.jsonl", inside, beside)).requests
+    assert first.blocks.tolist() == second.blocks.tolist()
+
+
+def test_an_answer_that_calls_a_tool_is_an_answer(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "tide", "arguments": "{}"}}]}
+    messages = [{"role": "user", "content": "When?"}, call, {"role": "tool", "content": "At six."}]
+    log = read_log(written(tmp_path / "log.jsonl", {"messages": [*messages, {"role": "assistant", "content": "Six."}]}))
+    assert [request.turn for request in log.requests] == [0, 1]
+    assert log.requests[0].num_output_tokens == -(-len(json.dumps(call["tool_calls"])) // 4)
+    (whole,) = read_log(written(tmp_path / "timed.jsonl", {"ts": 5, "messages": [messages[0], call]})).requests
+    assert whole.num_output_tokens == log.requests[0].num_output_tokens

@@ -1,0 +1,99 @@
+"""What commands read and write: standard input, pipes, files that cannot be written, and what is refused at once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from trunkattn.cli import streams
+from trunkattn.cli.streams import as_file, check_writable, write
+
+ROW = {"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [1]}
+
+
+def command(*arguments: str, input: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+    program = "import sys, trunkattn.cli as cli; cli.main()"
+    return subprocess.run([sys.executable, "-c", program, *arguments], input=input, capture_output=True, timeout=300)
+
+
+@pytest.mark.parametrize("log", ["-", "/dev/stdin"])
+def test_a_log_may_come_through_a_pipe(log: str) -> None:
+    done = command("analyze", log, "--concurrency", "2", "--json", "-", input=json.dumps(ROW).encode())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["log"]
+    assert (found["num_requests"], found["source"]) == (1, "standard input" if log == "-" else "stdin")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["analyze", "LOG", "--gpu", "A100"], ["analyze", "LOG", "--tp", "3"], ["analyze", "LOG", "--format", "x"]),
+        *(["analyze", "LOG", "--tokenizer", "nowhere"], ["analyze", "LOG", "--tokenizer", "FOLDER"]),
+        *(["analyze", "LOG", "--kv-cache-bytes", "1"], ["analyze", "LOG", "--model", "llama-3-70b"]),
+        *(["analyze", "LOG", "--json", "LOG"], ["analyze", "FOLDER", "--html", "LOG"]),
+        *(["analyze", "LOG", "--json", "-", "--html", "-"], ["analyze", "LOG", "--json", "a", "--html", "./a"]),
+        *(["analyze", "LOG", "--concurrency", "", "--no-as-logged"], ["analyze", "LOG", "--concurrency", "1,,4"]),
+        *(["analyze", "LOG", "--rate", ","], ["analyze", "LOG", "--max-requests", "-1"]),
+        *(["explain", "1,4_16,16", "--gpu", "A100"], ["explain", "1,4_16,16", "--tp", "3"], ["explain", "0_1"]),
+        *(["explain", "99999999_1"], ["explain", "1_999999999999"], ["explain", "LOG", "--svg", "LOG"]),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_is_refused_before_torch_is_loaded(arguments: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(ROW), encoding="utf-8")
+    given = [{"LOG": str(log), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
+    program = "import sys, trunkattn.cli as cli\ntry:\n    cli.main()\nfinally:\n    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, timeout=300, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, b"False\n"), done.stderr
+    assert b"expected" in done.stderr and b"Traceback" not in done.stderr
+    assert log.read_text(encoding="utf-8") == json.dumps(ROW)
+
+
+def test_a_folder_that_takes_no_file_is_refused() -> None:
+    if not Path("/sys").is_dir():
+        pytest.skip("needs a folder of the kernel")
+    with pytest.raises(ValueError, match=r"html_file='/sys/report.html': it cannot be written: "):
+        check_writable("html_file", Path("/sys/report.html"), {})
+
+
+def test_a_check_leaves_everything_as_it_is(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept", encoding="utf-8")
+    check_writable("json_file", old, {})
+    check_writable("json_file", tmp_path / "new.json", {old: "LOG"})
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [("old.json", "kept")]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_file_that_is_not_written_whole_stays_as_it_was(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    old = tmp_path / "old.json"
+    old.write_text("kept", encoding="utf-8")
+    monkeypatch.setattr(streams.os, "replace", fail)
+    with pytest.raises((typer.Exit, KeyboardInterrupt)):
+        write(old, "new")
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [("old.json", "kept")]
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target)
+    write(link, "text")
+    assert link.is_symlink() and target.read_text(encoding="utf-8") == "text"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    with as_file(target) as place:
+        assert place == target
