@@ -3,6 +3,7 @@
 Source: https://platform.openai.com/docs/api-reference/chat/object, .../completions/object
 """
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from trunkattn.engine.outputs import CompletionOutput, Logprob
 from trunkattn.engine.sampling import TokenLogprobs
-from trunkattn.server.streaming import TextOffsets
+from trunkattn.server.chat import _logprobs as logprobs_of
+from trunkattn.server.streaming import TextOffsets, write_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "aé😀 b"
@@ -97,3 +100,17 @@ def test_offsets_of_parts_and_of_broken_characters() -> None:
     assert [offsets.before(part) for part in (b"a", b"\xc3", b"\xa9", b"", b"bc", b"d")] == [0, 1, 1, 2, 2, 4]
     broken = TextOffsets()
     assert [broken.before(part) for part in (b"\xf0", b"a", b"b")] == [0, 0, 2]
+
+
+def test_places_of_a_chat_are_texts_that_are_not_searched_for_garbage() -> None:
+    entry = {token: Logprob(-1.0 - token, 1 + token, chr(97 + token), bytes([97 + token])) for token in range(20)}
+    answer = CompletionOutput(0, "a" * 500, [0] * 500, logprobs=[entry] * 500)
+    gc.collect()
+    before = len(gc.get_objects())
+    places = logprobs_of(answer, 0, 20)
+    assert len(gc.get_objects()) - before < 100
+    written = json.loads(write_json({"content": places}))["content"]
+    assert len(written) == 500 and written[0] == written[499]
+    assert [top["token"] for top in written[0]["top_logprobs"]] == [chr(97 + token) for token in range(20)]
+    assert written[0]["token"] == "a" and written[0]["bytes"] == [97]
+    assert logprobs_of(answer, 499, 1) == [places[499][: places[499].index(',{"token":"b"')] + "]}"]

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -237,7 +237,7 @@ def valid_json(value: Any) -> Any:
 
 def _answer(answer: CompletionOutput) -> dict[str, Any]:
     """The answer's fields."""
-    return {**asdict(answer), "logprobs": _logprobs(answer.logprobs)}
+    return {**asdict(replace(answer, logprobs=None)), "logprobs": _logprobs(answer.logprobs)}
 
 
 def _logprobs(entries: Sequence[dict[int, Logprob] | None] | None) -> list[Any] | None:

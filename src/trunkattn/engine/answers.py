@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trunkattn.engine.detokenizer import NUM_CONTEXT_TOKENS, Detokenizer
+from trunkattn.engine.flat_logprobs import FlatLogprobs
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling import TokenLogprobs
@@ -16,9 +17,9 @@ class Answer:
     def __init__(self, sequence: Request, tokenizer: Any | None, token_bytes: TokenBytes) -> None:
         self._sequence = sequence
         self._tokenizer = tokenizer if sequence.params.detokenize else None
-        self._token_bytes = token_bytes
         self._detokenizer: Detokenizer | None = None  # from the first token on
-        self._logprobs: list[dict[int, Logprob]] | None = None if sequence.params.logprobs is None else []
+        asked = sequence.params.logprobs is not None
+        self._logprobs = FlatLogprobs[dict[int, Logprob]](token_bytes) if asked else None
         self._cumulative_logprob = 0.0
 
     def _begin(self, tokenizer: Any) -> Detokenizer:
@@ -38,7 +39,7 @@ class Answer:
         """Adds the sequence's newest token; returns the stop string that it completed, if any."""
         if self._logprobs is not None and logprobs is not None:
             self._cumulative_logprob += logprobs.logprobs[0]
-            self._logprobs.append(logprob_entry(logprobs, self._token_bytes))
+            self._logprobs.append(logprobs)
         if self._tokenizer is None:
             return None
         self._detokenizer = self._detokenizer or self._begin(self._tokenizer)
@@ -58,23 +59,12 @@ class Answer:
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=list(sequence.output_token_ids),
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
+            logprobs=None if self._logprobs is None else self._logprobs.so_far(),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
             is_bad=sequence.is_bad,
         )
-
-
-def logprob_entry(logprobs: TokenLogprobs, token_bytes: TokenBytes) -> dict[int, Logprob]:
-    """Token id -> Logprob of one place."""
-    entry: dict[int, Logprob] = {}
-    for token_id, value, rank in zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True):
-        if token_id not in entry:
-            written = token_bytes.of(token_id)
-            text = None if written is None else written.decode("utf-8", "replace")
-            entry[token_id] = Logprob(value, rank, text, written)
-    return entry
 
 
 class RequestAnswers:
@@ -100,10 +90,11 @@ class RequestAnswers:
         self.sequences = tuple(sequences)
         self._prompt = prompt
         self._prompt_token_ids = sequences[0].token_ids[: sequences[0].num_prompt_tokens]
-        self._token_bytes = token_bytes
         self._answers = tuple(Answer(sequence, tokenizer, token_bytes) for sequence in sequences)
-        asked = sequences[0].params.prompt_logprobs is not None
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if asked else None
+        self._prompt_logprobs: FlatLogprobs[dict[int, Logprob] | None] | None = None
+        if sequences[0].params.prompt_logprobs is not None:
+            self._prompt_logprobs = FlatLogprobs(token_bytes)
+            self._prompt_logprobs.append(None)
 
     @property
     def is_finished(self) -> bool:
@@ -116,7 +107,8 @@ class RequestAnswers:
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Adds the log-probabilities of the next prompt tokens."""
         if self._prompt_logprobs is not None:
-            self._prompt_logprobs += [logprob_entry(one, self._token_bytes) for one in logprobs]
+            for one in logprobs:
+                self._prompt_logprobs.append(one)
 
     def output(self) -> RequestOutput:
         """The request's output so far."""
@@ -129,7 +121,7 @@ class RequestAnswers:
             prompt_token_ids=self._prompt_token_ids,
             outputs=[answer.output() for answer in self._answers],
             finished=self.is_finished,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            prompt_logprobs=None if self._prompt_logprobs is None else self._prompt_logprobs.so_far(),
             num_cached_tokens=first.num_cached_tokens or 0,
             metrics=RequestMetrics(
                 arrival_time=first.arrival_time,

@@ -1,5 +1,6 @@
 """The outputs of a request. The names and fields are vLLM's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,7 +44,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -87,7 +88,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
     @property
     def time_per_output_token(self) -> float | None:

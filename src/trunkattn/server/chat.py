@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from trunkattn.server.errors import BadRequest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
 from trunkattn.server.service import Caller, Service, num_places, usage_of
-from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, write_json
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
 
 
@@ -172,7 +172,7 @@ class Chat:
         self,
         answer: CompletionOutput,
         delta: dict[str, Any],
-        logprobs: list[dict[str, Any]] | None = None,
+        logprobs: list[Written] | None = None,
         ending: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         content = {"content": logprobs, "refusal": None} if logprobs else None
@@ -203,15 +203,20 @@ def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> list[dict[str, Any]]:
+def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> list[Written]:
     """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place."""
     if answer.logprobs is None:
         return []
     return [
-        _logprob(entry[token_id])
-        | {"top_logprobs": [_logprob(top) for top in _by_rank(entry.values())[:num_top] if top.rank <= num_top]}
-        for token_id, entry in zip(answer.token_ids[first_token:], answer.logprobs[first_token:], strict=True)
+        Written(write_json(_place(token_id, answer.logprobs[place], num_top), levels=0))
+        for place, token_id in enumerate(answer.token_ids[first_token:], first_token)
     ]
+
+
+def _place(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
+    """Log-probabilities of a token and of the most likely ones in its place."""
+    likely = [_logprob(top) for top in _by_rank(entry.values())[:num_top] if top.rank <= num_top]
+    return _logprob(entry[token_id]) | {"top_logprobs": likely}
 
 
 def _by_rank(logprobs: Iterable[Logprob]) -> list[Logprob]:

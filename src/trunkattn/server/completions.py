@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,7 +142,8 @@ class Completion:
             places = Places(self._service.token_bytes, self._hidden, piece.offsets)
             if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [])
-            places.add(answer.token_ids[piece.first_token :], answer.logprobs[piece.first_token :])
+            new = range(piece.first_token, len(answer.token_ids))
+            places.add(answer.token_ids[piece.first_token :], (answer.logprobs[place] for place in new))
             logprobs = places.as_json()
         return {
             "index": prompt * self._body.n + answer.index,
@@ -188,7 +189,7 @@ class Places:
         self._top: list[dict[str, float] | None] = []
         self._at: list[int] = []
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None]) -> None:
+    def add(self, token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob] | None]) -> None:
         """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none."""
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             written = self._token_bytes.of(token_id)

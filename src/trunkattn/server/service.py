@@ -80,9 +80,9 @@ def num_places(output: RequestOutput, told: Collection[Progress] = ()) -> int:
     """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
     its answers; the prompt is told first."""
     tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in told)
-    named = max((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), default=0)
-    prompt = 0 if told else sum(1 + len(entry or ()) for entry in output.prompt_logprobs or ())
-    return prompt + tokens * (1 + named)
+    named = next((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), 0)
+    prompt = () if told else output.prompt_logprobs or ()
+    return len(prompt) * (1 + max((len(entry or ()) for entry in prompt[-1:]), default=0)) + tokens * (1 + named)
 
 
 @dataclass(frozen=True)

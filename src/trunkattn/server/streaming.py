@@ -52,9 +52,18 @@ class Progress:
         return new, first_token
 
 
+class Written(str):
+    """JSON that is written already. A million small lists and mappings would make Python look for garbage for long;
+    texts without attributes do not."""
+
+    __slots__ = ()
+
+
 def write_json(value: Any, levels: int = _JSON_LEVELS) -> str:
     """JSON of a response. Its upper levels are written item by item: one call for all of it would hold Python's lock
     for as long as a long list takes."""
+    if isinstance(value, Written):
+        return value
     if levels and isinstance(value, dict):
         return "{" + ",".join(f"{json.dumps(name)}:{write_json(one, levels - 1)}" for name, one in value.items()) + "}"
     if levels and isinstance(value, list):
