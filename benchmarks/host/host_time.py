@@ -21,7 +21,7 @@ import os
 import pstats
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -34,7 +34,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import trunkattn
-from benchmarks.host.training_calls import fake_training, training_rows
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import environment, short_name, write_result
 
@@ -61,6 +60,7 @@ class Case(NamedTuple):
     chunks: int
 
 
+PARTS: Final = ("steps", "training")
 CASES: Final = {"10 decodes": Case(10, 0), "10 decodes and a chunk": Case(10, 1)}
 
 
@@ -158,19 +158,25 @@ def row_of(name: str, execution: str, calls: int, fake: bool) -> dict[str, Any]:
     return row
 
 
-def rows_of(calls: int, fake: bool) -> list[dict[str, Any]]:
-    """Every case with either execution, then those of training."""
-    with fake_gpu() if fake else nullcontext():
-        rows = [row_of(name, execution, calls, fake) for name in CASES for execution in EXECUTIONS]
-    settle = (lambda: None) if fake else torch.cuda.synchronize
-    return rows + training_rows(host_us, calls, settle, fake_training() if fake else None)
+def rows_of(parts: Sequence[str], calls: int, fake: bool) -> list[dict[str, Any]]:
+    """Every case of steps with either execution, then those of training; parts: those of PARTS that are asked for."""
+    rows: list[dict[str, Any]] = []
+    if "steps" in parts:
+        with fake_gpu() if fake else nullcontext():
+            rows += [row_of(name, execution, calls, fake) for name in CASES for execution in EXECUTIONS]
+    if "training" in parts:
+        from benchmarks.host.training_calls import fake_training, training_rows  # needs a checkout with prefix trees
+
+        settle = (lambda: None) if fake else torch.cuda.synchronize
+        rows += training_rows(host_us, calls, settle, fake_training() if fake else None)
+    return rows
 
 
 def measure(source: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one checkout, by this script in a process of its own."""
     variables = os.environ | {"PYTHONPATH": str(source / "src")}
     command = [sys.executable, "-m", "benchmarks.host.host_time", "--only-measure", "--calls", str(options.calls)]
-    command += ["--fake"] if options.fake else []
+    command += ["--parts", *options.parts, *(["--fake"] if options.fake else [])]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{source}: {done.stderr[-2000:]}")
@@ -191,6 +197,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, action="append", help="root of a checkout; repeat it to compare")
     parser.add_argument("--calls", type=integer(10, 10_000), default=300, help="of each function; default 300")
     parser.add_argument("--rounds", type=integer(1, 100), default=3, help="processes of each checkout; default 3")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")
     parser.add_argument("--fake", action="store_true", help="without a GPU")
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: in results/")
     parser.add_argument("--only-measure", action="store_true", help=argparse.SUPPRESS)
@@ -198,7 +205,7 @@ def main() -> None:
     if not options.fake and not torch.cuda.is_available():
         parser.exit(1, "host_time.py: torch finds no CUDA device: expected one, or --fake\n")
     if options.only_measure:
-        print(json.dumps(rows_of(options.calls, options.fake)))
+        print(json.dumps(rows_of(options.parts, options.calls, options.fake)))
         return
     sources = {source.resolve(): source for source in options.source or [Path(__file__).parents[2]]}  # as given
     found: dict[Path, list[list[dict[str, Any]]]] = {source: [] for source in sources}

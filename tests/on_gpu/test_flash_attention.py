@@ -318,18 +318,31 @@ def test_nan_of_a_packed_sequence_stays_in_it() -> None:
     assert found[:100].isnan().all() and torch.equal(found[100:], expected[100:])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_cudnn_computes_trees_where_it_is_installed(head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dims", "heads"),
+    [((64, 64), (8, 2)), ((128, 128), (8, 2)), ((192, 128), (4, 4)), ((64, 96), (4, 4)), ((256, 256), (8, 2))],
+)
+def test_cudnn_computes_trees_where_it_is_installed(
+    head_dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype
+) -> None:
     pytest.importorskip("cudnn.flex_attention")
     tree = PrefixTree.from_segments([-1, 0, 0, 2, 2, 0, -1, 6], [700, 90, 300, 130, 257, 64, 100, 40])
-    case = tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, device="cuda", heads=(8, 2))
-    q, _, v = case.inputs[:3]
-    config = TrainingConfig(q.shape[-1], q.dtype, v.shape[-1])
+    case = tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=dtype, device="cuda", heads=heads)
+    q, k, v = case.inputs[:3]
+    config = TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], is_grouped=q.shape[-2] != k.shape[-2])
     choice = choose(Work.TREE, config, card_at(q.device))
     if choice.kernel is None:
         pytest.skip("; ".join(choice.reasons))
     check(case, False)
+
+
+@pytest.mark.parametrize(("head_dims", "heads"), [((192, 128), (8, 2)), ((64, 128), (4, 4)), ((96, 64), (8, 2))])
+def test_what_cudnn_refuses_of_a_tree_is_computed(head_dims: tuple[int, int], heads: tuple[int, int]) -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [300, 90, 130])
+    check(
+        tree_case(tree, head_dim=head_dims[0], head_dim_v=head_dims[1], dtype=BF16, device="cuda", heads=heads), False
+    )
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])

@@ -89,6 +89,13 @@ def test_who_computes_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability in ((9, 0), (10, 0), (10, 3)):
         assert why(capability) == ""
     assert why(head_dim=192) == why(head_dim=256, head_dim_v=256) == why(head_dim=64, head_dim_v=72) == ""
+    wide = {"head_dim": 192, "head_dim_v": 128}
+    assert why(**wide) == why(is_grouped=True) == ""
+    assert why(**wide, is_grouped=True) == (
+        "head_dim 192, of values 128, of grouped heads: expected one head_dim on Hopper"
+    )
+    assert why((10, 0), **wide, is_grouped=True) == why((10, 0), head_dim=64) == why(head_dim=48) == ""
+    assert why(head_dim=64).startswith("head_dim 64, of values 128: expected a head_dim up to 48 or from 72 on Hopper")
     assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
     assert why(dtype=torch.float32).startswith("dtype torch.float32: expected torch.float16")
     assert why(head_dim=192, head_dim_v=192).startswith("head_dim 192, of values 192: expected multiples of 8")

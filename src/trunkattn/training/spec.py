@@ -16,12 +16,14 @@ MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
 
 class TrainingConfig(NamedTuple):
     """What decides whether a kernel computes an attention in training. dtype: of queries, keys and values. head_dim_v:
-    of values. options: the arguments of `flash_attention` that are given besides."""
+    of values. options: the arguments of `flash_attention` that are given besides. is_grouped: several query heads share
+    a KV head."""
 
     head_dim: int
     dtype: torch.dtype
     head_dim_v: int
     options: tuple[str, ...] = ()
+    is_grouped: bool = False
 
     @property
     def widest(self) -> int:
@@ -43,6 +45,7 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
+_CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave no shared memory for values beyond 96
 
 
 def _refuses_either_cudnn(
@@ -70,6 +73,16 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
     reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
+    head_dim, head_dim_v = config.head_dim, config.head_dim_v
+    if card.capability == 90 and head_dim != head_dim_v and config.is_grouped:
+        reasons.append(
+            f"head_dim {head_dim}, of values {head_dim_v}, of grouped heads: expected one head_dim on Hopper"
+        )
+    elif card.capability == 90 and _CUDNN_HOPPER_NARROW < head_dim <= 64 and head_dim_v > 96:
+        narrow = f"up to {_CUDNN_HOPPER_NARROW}"
+        reasons.append(
+            f"head_dim {head_dim}, of values {head_dim_v}: expected a head_dim {narrow} or from 72 on Hopper"
+        )
     installed = cudnn_version()
     if installed < CUDNN_NEEDS:
         found = f"version {'.'.join(map(str, installed))}" if installed else "not installed"
