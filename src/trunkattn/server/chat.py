@@ -66,9 +66,9 @@ class Chat:
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
             if parsed.calls:
                 message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
-            logprobs = (
-                None if answer.logprobs is None else {"content": _logprobs(answer, 0, self._num_top), "refusal": None}
-            )
+            logprobs: dict[str, Any] | None = None
+            if answer.logprobs is not None:
+                logprobs = {"content": _logprobs(answer, 0, self._num_top) or [], "refusal": None}
             choices.append(
                 {"index": answer.index, "message": message, "logprobs": logprobs, **_ending(answer, bool(parsed.calls))}
             )
@@ -172,7 +172,7 @@ class Chat:
         self,
         answer: CompletionOutput,
         delta: dict[str, Any],
-        logprobs: list[Written] | None = None,
+        logprobs: Written | None = None,
         ending: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         content = {"content": logprobs, "refusal": None} if logprobs else None
@@ -203,14 +203,14 @@ def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> list[Written]:
-    """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place."""
-    if answer.logprobs is None:
-        return []
-    return [
-        Written(write_json(_place(token_id, answer.logprobs[place], num_top), levels=0))
-        for place, token_id in enumerate(answer.token_ids[first_token:], first_token)
-    ]
+def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> Written | None:
+    """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place: a
+    list as JSON; None if there are none."""
+    new = range(first_token, len(answer.token_ids))
+    if answer.logprobs is None or not new:
+        return None
+    places = (_place(answer.token_ids[place], answer.logprobs[place], num_top) for place in new)
+    return Written("[" + ",".join(write_json(place, levels=0) for place in places) + "]")
 
 
 def _place(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:

@@ -53,10 +53,8 @@ class Progress:
 
 
 class Written(str):
-    """JSON that is written already. A million small lists and mappings would make Python look for garbage for long;
-    texts without attributes do not."""
-
-    __slots__ = ()
+    """JSON that is written already: one text in the place of small lists and mappings, among which Python looks for
+    garbage with every thread stopped."""
 
 
 def write_json(value: Any, levels: int = _JSON_LEVELS) -> str:
