@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,3 +55,36 @@ def test_random_weights_are_the_same(tiny_model: Callable[[str], Any]) -> None:
     expected = answers(LLM(path, num_pages=64, load_format="dummy"))
     with torch.device("meta"), default_dtype(torch.float64):
         assert answers(LLM(path, num_pages=64, load_format="dummy")) == expected
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
+    "deterministic algorithms": deterministic,
+    "NumPy's errors": lambda: np.errstate(all="raise"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_of_the_program_changes_no_answer(tiny_model: Callable[[str], Any], name: str) -> None:
+    """Neither while an engine answers nor while it is made; what is made in a mode serves outside of it."""
+    path = tiny_model("llama").path
+    llm = LLM(path, num_pages=64)
+    expected = answers(llm)
+    with MODES[name]():
+        assert answers(llm) == expected
+        made = LLM(path, num_pages=64)
+        assert answers(made) == expected
+    assert answers(made) == expected

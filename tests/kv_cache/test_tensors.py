@@ -131,3 +131,12 @@ def test_a_cpu_reads_every_vector_from_one_cache_line(dtype: torch.dtype) -> Non
     cache = KVCache(2, 400, 16, 3, 64, dtype, "cpu")
     assert all(tensor.data_ptr() % 64 == 0 for layer in range(2) for tensor in cache.layer(layer))
     assert not any(tensor.float().any() for layer in range(2) for tensor in cache.layer(layer))
+
+
+def test_a_cache_that_is_made_in_inference_mode_is_written_outside_of_it() -> None:
+    with torch.inference_mode():
+        cache = KVCache(1, 4, 2, 1, 8, torch.float32, "cpu")
+    keys, _ = cache.layer(0)
+    keys[1] = 3.0
+    cache.copy_pages([PageCopy(1, 2)])
+    assert bool((keys[2] == 3.0).all())

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -196,6 +197,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("answers[1] is empty: expected at least one token", lambda: PrefixTree.from_prompt([1], [[1], []])),
     ("answers[2] is a prefix of answers[0]", lambda: PrefixTree.from_prompt([1], [[4, 5, 6], [4, 7], [4, 5]])),
     ("parents is empty: expected at least one segment", lambda: PrefixTree.from_segments([], [])),
+    ("parents=None: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
     ("lengths has 1 entries: expected 2, one for each", lambda: PrefixTree.from_segments([-1, 0], [1])),
     ("lengths[1]=0: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 0])),
     ("parents[1]=2: expected an integer from -1 to 1", lambda: segments(-1, 2)),
@@ -230,3 +232,24 @@ def attend(tokens: int = 4, lead: tuple[int, ...] = (), **options: Any) -> Any:
 def test_bad_input(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+def test_numpy_integers_are_lengths() -> None:
+    """200 + 100 is 44 in their own eight bits."""
+    tree = PrefixTree.from_segments(np.array([-1, 0]), np.array([200, 100], np.uint8))  # type: ignore[arg-type]
+    assert (tree.num_tokens, tree.lengths) == (300, (200, 100)) and type(tree.lengths[0]) is int
+    q = torch.randn(300, 2, 8)
+    assert torch.equal(flash_attention(q, q, q, tree=tree), flash_attention(q[None], q[None], q[None], True)[0])
+
+
+def test_a_tree_that_an_evaluation_has_used_trains() -> None:
+    """What inference mode makes no backward pass takes, and the tree keeps its tables."""
+    with torch.inference_mode():
+        made = PrefixTree.from_segments([-1, 0, 0], [4, 2, 3])
+    used = PrefixTree.from_segments([-1, 0, 0], [4, 2, 3])
+    with torch.inference_mode():
+        flash_attention(*(torch.randn(9, 2, 8) for _ in range(3)), tree=used)
+    for tree in (made, used):
+        q, k, v = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
+        flash_attention(q, k, v, tree=tree).sum().backward()
+        assert all(tensor.grad is not None for tensor in (q, k, v))

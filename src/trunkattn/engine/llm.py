@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner, size_cache
@@ -63,6 +64,7 @@ class LLM:
         ...     print(output.outputs[0].text)
     """
 
+    @torch.inference_mode(False)  # what it keeps is written to inside and outside of it
     def __init__(self, model: str | Path, **options: Any) -> None:
         known = [option.name for option in fields(EngineConfig)]
         for name, value in options.items():

@@ -30,6 +30,7 @@ class KVCache:
         TypeError, ValueError: a size is not an integer of at least 1, or `dtype` is not a floating-point type.
     """
 
+    @torch.inference_mode(False)  # pages are written inside and outside of it
     def __init__(
         self,
         num_layers: int,

@@ -105,8 +105,7 @@ class PrefixTree:
         Raises:
             ValueError, TypeError: naming the argument, its value and what was expected.
         """
-        parents, lengths = list(parents), list(lengths)
-        _check_segments(parents, lengths)
+        parents, lengths = _check_segments(parents, lengths)
         sums = [0, *accumulate(lengths)]
         if starts is not None:
             _check_equal("starts", list(starts), sums[:-1], "the sum of the lengths before")
@@ -153,6 +152,7 @@ class PrefixTree:
         return cls.from_segments(parents, lengths, tokens=tokens, position_ids=position_ids)
 
     @classmethod
+    @torch.inference_mode(False)  # a backward pass takes the tree's tensors, wherever it was made
     def _of(cls, segments: Segments) -> "PrefixTree":
         """The tree of segments, which are checked but for their order."""
         sums = [0, *accumulate(segments.lengths)]
@@ -215,7 +215,8 @@ class PrefixTree:
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """What `make` returns; it is called once for each key, and kept with the tree."""
         if key not in self._cache:
-            self._cache[key] = make()
+            with torch.inference_mode(False):  # an evaluation may ask first, and a backward pass then takes it
+                self._cache[key] = make()
         made: _Made = self._cache[key]
         return made
 
@@ -291,20 +292,22 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 
-def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
-    """Raises unless the segments are a forest, each with tokens."""
+def _check_segments(parents: Any, lengths: Any) -> tuple[list[int], list[int]]:
+    """Returns both as lists of Python's integers. Raises unless the segments are a forest, each with tokens."""
+    for name, given in (("parents", parents), ("lengths", lengths)):
+        if not isinstance(given, Iterable):
+            raise TypeError(f"{name}={given!r}: expected a list of integers")
+    parents, lengths = list(parents), list(lengths)
     if not parents:
         raise ValueError("parents is empty: expected at least one segment")
     if len(lengths) != len(parents):
         raise ValueError(f"lengths has {len(lengths)} entries: expected {len(parents)}, one for each of parents")
     last = len(parents) - 1
     if {*map(type, lengths + parents)} != {int} or min(lengths) < 1 or min(parents) < -1 or max(parents) > last:
-        for segment, length in enumerate(lengths):
-            check_int(f"lengths[{segment}]", length, 1)
-        for segment, parent in enumerate(parents):
-            check_int(f"parents[{segment}]", parent, -1, last)
+        lengths = [check_int(f"lengths[{segment}]", length, 1) for segment, length in enumerate(lengths)]
+        parents = [check_int(f"parents[{segment}]", parent, -1, last) for segment, parent in enumerate(parents)]
     if not any(map(ge, parents, count())):
-        return  # every cycle has a parent behind its child
+        return parents, lengths  # every cycle has a parent behind its child
     for segment in range(len(parents)):
         visited = [segment]
         while parents[visited[-1]] >= 0:
@@ -312,6 +315,7 @@ def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
             if visited[-1] in visited[:-1]:
                 loop = " -> ".join(map(str, visited[visited.index(visited[-1]) :]))
                 raise ValueError(f"parents has a cycle, {loop}: expected that every path ends at a root, -1")
+    return parents, lengths
 
 
 def _check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:
