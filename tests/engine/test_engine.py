@@ -328,6 +328,8 @@ def test_request_ids_are_unique_while_unfinished() -> None:
         engine.add_request([1], SamplingParams(temperature=0), request_id="a")
     run(engine)
     assert engine.add_request([1], SamplingParams(temperature=0), request_id="a") == "a"
+    ids = [engine.add_request([1], SamplingParams(temperature=0), request_id=name) for name in ("3", None, None, "7")]
+    assert len({*ids, "a"}) == 5, "the engine's own ids avoid those of users"
 
 
 def test_params_are_sampling_params() -> None:

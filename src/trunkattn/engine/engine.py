@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -184,7 +185,8 @@ class Engine:
         """
         params, num_tokens = checked.params, len(checked.token_ids)
         arrival = self._num_arrivals
-        request_id = str(arrival) if request_id is None else request_id
+        if request_id is None:  # a user's own id may be a number, too
+            request_id = next(name for name in map(str, count(arrival)) if name not in self._requests)
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected an id that no unfinished request has")
         room = self.limits.max_model_len - num_tokens

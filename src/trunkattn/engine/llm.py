@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
+from trunkattn.engine.interrupts import held_interrupts
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
@@ -234,12 +235,11 @@ class LLM:
         return self._run(self._prepare(prompts, sampling_params))
 
     def _run(self, prepared: Sequence[_Prepared]) -> Generator[tuple[int, RequestOutput], None, None]:
-        with self._turn:
-            positions = {
-                self.engine.add_request(request.token_ids, request.params, request.prompt): position
-                for position, request in enumerate(prepared)
-            }
+        positions: dict[str, int] = {}
         try:
+            with held_interrupts(), self._turn:
+                for position, request in enumerate(prepared):
+                    positions[self.engine.add_request(request.token_ids, request.params, request.prompt)] = position
             while positions:
                 for output in self._next_outputs(positions):
                     position = positions[output.request_id]
@@ -247,14 +247,14 @@ class LLM:
                         del positions[output.request_id]
                     yield position, output
         finally:
-            with self._turn:
+            with held_interrupts(), self._turn:
                 for request_id in positions:
                     self.engine.abort_request(request_id)
                     self._unfetched.pop(request_id, None)
 
     def _next_outputs(self, positions: Mapping[str, int]) -> list[RequestOutput]:
         """New outputs of these requests: those that another call's step has computed, or those of a step."""
-        with self._turn:
+        with held_interrupts(), self._turn:
             if not any(request_id in self._unfetched for request_id in positions):
                 self._unfetched.update((output.request_id, output) for output in self.engine.step())
             return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]

@@ -1,0 +1,67 @@
+"""Ctrl-C ends a call between two steps: nothing is left over, and the next call answers."""
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.interrupts import held_interrupts
+
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+PARAMS = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.mark.parametrize("method", ["step", "add_request"])
+def test_an_interrupt_waits_for_the_end_of_the_step(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    llm = LLM(tiny_model("llama").path, num_pages=16)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    original, finished = getattr(llm.engine, method), list[bool]()
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        result = original(*arguments)
+        finished.append(True)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:1], PARAMS)
+    assert finished and not llm.engine.has_unfinished
+    llm.engine.scheduler.cache.check_integrity()
+    assert llm.engine.scheduler.cache.num_pages_in_use == 0
+    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    before, reached = signal.getsignal(signal.SIGINT), list[int]()
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(1)
+        signal.raise_signal(signal.SIGINT)
+        reached.append(2)
+    assert reached == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_and_other_handlers_are_left_alone() -> None:
+    done: list[bool] = []
+
+    def run() -> None:
+        with held_interrupts():
+            done.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done
