@@ -131,6 +131,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     r"llama\.rope\.scaling\.type": ({"rope.scaling.type": "su", "rope.scaling.factor": 4.0}, {}),
     r"llama\.rope\.scaling\.factor": ({"rope.scaling.factor": 4.0}, {}),
+    r"llama\.rope\.scaling\.attn_factor": ({"rope.scaling.attn_factor": 2.0}, {}),
+    r"rope_freqs\.weight, llama\.rope\.scaling\.attn_factor": (
+        {"rope.scaling.attn_factor": 2.0},
+        {"rope_freqs.weight": RAMP},
+    ),
     r"rope_factors_long\.weight": ({}, FACTORS),
     r"rope_freqs\.weight, llama\.rope\.scaling\.factor": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
@@ -199,6 +204,7 @@ def test_what_nobody_reads_is_refused_by_name(tmp_path: Path, name: str) -> None
 
 def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:
     keys = {"attention.causal": 1, "expert_count": 0, "pooling_type": 0, "attention.key_length": 16}
+    keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.attn_factor": 1.0}  # type: ignore
     LLM(write_gguf(tmp_path / "m.gguf", keys, {"rope_freqs.weight": [1.0] * 8}), num_pages=20)
 
 

@@ -1,7 +1,7 @@
 """Files of every architecture that runs here give the answers of the model that they were made from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.model import inspect_model
 
 VOCAB, WIDTH, INNER, HEADS, KV_HEADS, CONTEXT = 300, 64, 96, 4, 2, 128
 PROMPT = list(range(40, 70))
@@ -149,7 +150,8 @@ def write(path: Path, case: Case) -> Any:
     keys |= {"attention.head_count": HEADS} | ({} if case.architecture == "gpt2" else {"attention.head_count_kv": 2})
     for key, value in {**keys, **case.keys}.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{case.architecture}.{key}", value)
+        if value is not None:
+            add(f"{case.architecture}.{key}", value)
     tokens = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
     tokens += [f"<{number}>" for number in range(VOCAB - len(tokens))]
     writer.add_tokenizer_model("gpt2")
@@ -189,3 +191,20 @@ def test_a_file_answers_as_its_model(tmp_path: Path, name: str) -> None:
         assert entry is not None
         assert entry[PROMPT[place + 1]].logprob == pytest.approx(expected[place, PROMPT[place + 1]].item(), abs=2e-3)
     assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
+
+
+BAD_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
+    r"gemma3\.rope\.dimension_count=16: expected 32": ("gemma3", {"rope.dimension_count": 16}),
+    r"rope scaling \(gemma3\.rope\.scaling\.factor\)": ("gemma3", {"rope.scaling.factor": 8.0}),
+    "attn_logit_softcapping=9.0, which its code does not apply": ("gemma3", {"attn_logit_softcapping": 9.0}),
+    r"it has no key qwen2\.attention\.layer_norm_rms_epsilon or": ("qwen2", {"attention.layer_norm_rms_epsilon": None}),
+    r"it has no key qwen2\.context_length": ("qwen2", {"context_length": None}),
+}
+
+
+@pytest.mark.parametrize("message", BAD_KEYS)
+def test_a_key_that_nobody_follows_or_everybody_needs_is_named(tmp_path: Path, message: str) -> None:
+    name, keys = BAD_KEYS[message]
+    write(tmp_path / "m.gguf", replace(CASES[name], keys={**CASES[name].keys, **keys}))
+    with pytest.raises(ValueError, match=message):
+        inspect_model(tmp_path / "m.gguf")

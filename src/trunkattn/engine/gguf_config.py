@@ -76,6 +76,11 @@ WIDE_SCALES: Final[Mapping[str, int]] = MappingProxyType({"gemma2": 46, "gemma3"
 BIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 )
+# Keys without which llama.cpp loads no file: one of each line.
+REQUIRED: Final = (
+    ("context_length",),
+    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+)
 ROPE_BASE, DEFAULT_ROPE_BASE = "rope.freq_base", 10_000.0
 SPECIAL_TOKENS: Final = "tokenizer.ggml."
 # Tokens that end an answer: of the text, of a turn of a chat, and of a message that calls a tool.
@@ -106,6 +111,10 @@ def _check_file(header: GgufHeader) -> None:
     kind, parts = header.keys.get("general.type", "model"), header.keys.get("split.count", 1)
     if kind != "model":
         raise ValueError(f"its key general.type={kind!r} says that it is no model; expected 'model'")
+    for names in REQUIRED:
+        if not any(name in header.facts for name in names):
+            keys = " or ".join(f"{header.architecture}.{name}" for name in names)
+            raise ValueError(f"it has no key {keys}; expected the number that the model was made with")
     if parts > 1:
         raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
     for key, value in header.keys.items():

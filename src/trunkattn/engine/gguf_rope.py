@@ -5,7 +5,8 @@ transformers' rope types is taken over; any other scaling is a reason to refuse 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from transformers import PretrainedConfig
 
@@ -15,6 +16,11 @@ FREQUENCY_DIVISORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 LINEAR_KEYS = frozenset({"type", "factor", "finetuned"})
 YARN_KEYS = frozenset({"type", "factor", "finetuned", "original_context_length"})
+# Numbers that change nothing without a kind of scaling -> their values then. NAMES are no numbers of the rotation.
+NEUTRAL: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
+    {"factor": (0.0, 1.0), "attn_factor": (1.0,), "yarn_log_multiplier": (0.0,)}
+)
+NAMES: Final = frozenset({"type", "finetuned", "original_context_length"})
 LONGROPE_KEYS = frozenset({"type", "finetuned", "factor", "attn_factor", "original_context_length"})
 
 
@@ -54,6 +60,8 @@ def _rope_parameters(
     """transformers' parameters of a scaling; {} if there is none, None if it has no exact counterpart."""
     kind, keys, length = scaling.get("type", "none"), frozenset(scaling), scaling.get("original_context_length")
     current = getattr(config, "rope_parameters", None) or {}
+    if kind == "none" and tensors[:1] != [LONG_FACTORS] and not _is_neutral(scaling):
+        return None
     if current and "rope_theta" not in current:  # one mapping per layer type, and the file has one for all
         return {} if kind == "none" and not tensors else None
     if tensors == [FREQUENCY_DIVISORS] and kind == "none":
@@ -65,7 +73,7 @@ def _rope_parameters(
         return {**parameters, **attention}
     if tensors:
         return None
-    if kind == "none" and scaling.get("factor", 1.0) in (0.0, 1.0):
+    if kind == "none":
         return {}
     if kind == "linear" and keys <= LINEAR_KEYS and scaling.get("factor"):
         return {"rope_type": "linear", "factor": float(scaling["factor"])}
@@ -73,6 +81,12 @@ def _rope_parameters(
         factor = float(scaling["factor"])
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(length)}
     return None
+
+
+def _is_neutral(scaling: Mapping[str, Any]) -> bool:
+    """Whether keys without a kind of scaling change nothing. A factor without one is linear to llama.cpp, and an
+    attention factor scales every rotation."""
+    return all(key in NAMES or value in NEUTRAL.get(key, ()) for key, value in scaling.items())
 
 
 def _longrope(long: list[float], short: list[float], length: int) -> dict[str, Any]:
@@ -89,10 +103,11 @@ def _check_rotated(config: PretrainedConfig, rotated: int | None, key: str) -> N
     """Raises ValueError if the file rotates another part of each head than the configuration does."""
     heads = getattr(config, "num_attention_heads", None)
     parameters = getattr(config, "rope_parameters", None) or {}
-    if not rotated or not heads or "rope_theta" not in parameters or hasattr(config, "rotary_dim"):
+    of_layers = [parameters] if "rope_theta" in parameters else [one for one in parameters.values() if one]
+    if not rotated or not heads or not of_layers or hasattr(config, "rotary_dim"):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    expected = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    expected = int(head_dim * of_layers[0].get("partial_rotary_factor", 1.0))
     if rotated != expected:
         raise ValueError(
             f"{key}={rotated}: expected {expected}, the elements of each head that transformers rotates; use the "

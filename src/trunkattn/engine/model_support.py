@@ -95,6 +95,9 @@ def probe_attention(
     layer = geometries.pop()
     if layer.latent_dim is None and layer.head_dim != layer.head_dim_v:
         return None, [f"its keys have head_dim {layer.head_dim} and its values {layer.head_dim_v}: expected the same"]
+    soft_cap = getattr(config, "attn_logit_softcapping", None)
+    if soft_cap and layer.logits_soft_cap != soft_cap:
+        return None, [f"its configuration has attn_logit_softcapping={soft_cap}, which its code does not apply"]
     windows = tuple(found.sliding_window for found in in_order)
     reasons = _cache_reasons(config, windows)
     return (None, reasons) if reasons else (AttentionGeometry(layer, windows), [])
