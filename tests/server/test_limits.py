@@ -1,6 +1,5 @@
 """What one client sends neither stops nor reaches another: limits, hosts, tenants, forms, templates, connections."""
 
-import asyncio
 import json
 import socket
 import sys
@@ -15,7 +14,6 @@ import httpx
 import pytest
 
 from trunkattn.server import limits, running, service
-from trunkattn.server.lanes import Lanes
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
 from .conftest import Server
@@ -178,25 +176,6 @@ def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.Monk
     server.app.state.service._held_form_seconds = 0.0
 
 
-def test_a_long_piece_of_work_leaves_the_next_one_time_to_rest() -> None:
-    def compute() -> tuple[float, float]:
-        began = time.monotonic()
-        while time.thread_time() - clock < 0.1 * (1 + len(times)):
-            pass
-        return began, time.monotonic()
-
-    async def work() -> None:
-        nonlocal clock
-        clock = await lanes.run(1 << 20, time.thread_time)
-        for _ in range(2):
-            times.append(await lanes.run(1 << 20, compute))
-
-    lanes, times, clock = Lanes("test"), list[tuple[float, float]](), 0.0
-    asyncio.run(work())
-    lanes.close()
-    assert times[1][0] - times[0][1] > 0.08
-
-
 def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.llm.tokenizer, "chat_template", "{{ tools | tojson }}")
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 1_000_000}}
@@ -295,7 +274,7 @@ def test_who_waits_for_the_tokenizer_waits(start_server: Callable[..., Server]) 
     server = start_server(max_waiting=1)
     waits, release = server.app.state.service, threading.Event()
     blocked = threading.Event()
-    waits.lanes._short.submit(lambda: (blocked.set(), release.wait(20)))
+    waits.lanes._short[0].submit(lambda: (blocked.set(), release.wait(20)))
     blocked.wait(10)
     first = threading.Thread(target=server.post, args=(COMPLETE, BASE))
     first.start()

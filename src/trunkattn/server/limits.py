@@ -33,7 +33,7 @@ class RequestLimits:
         bad_words: texts that an answer never has. word: characters of each.
         stop_token_ids, allowed_token_ids: their numbers.
         top_k: the highest.
-        template_seconds: time for the model's chat template.
+        template_seconds: processor time for the model's chat template.
         form_seconds: processor time for compiling a form of answers. form_token_seconds: for a token of it, and on
             average for a token of all answers at a time.
         form_bytes: address space of a process that tries forms.

@@ -146,7 +146,11 @@ class Service:
     async def tokens(self, text: str, name: str, add_special_tokens: bool = True, truncates: bool = False) -> list[int]:
         """Token ids of a text. truncates: it may have more than a prompt, because its end alone is kept."""
         self._check_length(name, len(text))
-        return await self.lanes.run(len(text), lambda: self._encode(text, name, add_special_tokens, truncates))
+
+        def encode() -> list[int]:
+            return self._encode(text, name, add_special_tokens, truncates)
+
+        return await self.lanes.run(len(text), encode, holds_lock=False)
 
     async def chat_tokens(
         self,
@@ -166,18 +170,16 @@ class Service:
             options: fields of `ChatOptions`.
         """
 
-        def render() -> list[int]:
+        def render() -> str:
             _check_arguments(messages)
             with bad_request():
                 conversation = [_message(message, place) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
                 chat = ChatOptions(tools=described or None, **options)
                 with template_clock(LIMITS.template_seconds):
-                    text = render_template(self.llm.tokenizer, conversation, chat)
-            self._check_length("messages", len(text))
-            return self._encode(text, "messages", False, truncates)
+                    return render_template(self.llm.tokenizer, conversation, chat)
 
-        return await self.lanes.run(num_bytes, render)
+        return await self.tokens(await self.lanes.run(num_bytes, render), "messages", False, truncates)
 
     async def text(self, token_ids: list[int]) -> str:
         """The text of token ids."""

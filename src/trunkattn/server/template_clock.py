@@ -1,4 +1,4 @@
-"""A limit of time for a model's chat template."""
+"""A limit of processor time for a model's chat template."""
 
 import sys
 import time
@@ -16,12 +16,13 @@ class TemplateTimeout(RuntimeError):
 
 @contextmanager
 def template_clock(seconds: float) -> Iterator[None]:
-    """Context in which a line of a template that is reached too late raises TemplateTimeout, in this thread alone."""
-    deadline = time.monotonic() + seconds
+    """Context in which a line of a template raises TemplateTimeout if it is reached after too much processor time, in
+    this thread alone."""
+    deadline = time.thread_time() + seconds
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > deadline:
-            raise TemplateTimeout(f"it takes longer than {seconds} s")
+        if time.thread_time() > deadline:
+            raise TemplateTimeout(f"it takes longer than {seconds} s of a processor")
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
