@@ -76,7 +76,7 @@ def paths(tree: PrefixTree, inputs: Inputs, varlen: Callable[..., torch.Tensor] 
             )[0]  # fmt: skip
             return out
 
-    of_segment = [torch.cat([torch.from_numpy(part) for part in tree.path(each)]) for each in range(len(tree.starts))]
+    of_segment = [torch.from_numpy(path) for _, path in tree.paths(range(len(tree.starts)))]
     sizes = torch.tensor([0, *map(len, of_segment)]), torch.tensor([0, *tree.lengths])
     index = torch.cat(of_segment).to(inputs.q.device)
     ends_k, ends_q = (size.cumsum(0).int().to(inputs.q.device) for size in sizes)

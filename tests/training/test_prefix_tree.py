@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
+from trunkattn.training import tree_formats as formats
 from trunkattn.training.cpu_blocks import CpuSequence
 from trunkattn.training.sequences import Sequences
 
@@ -183,6 +184,31 @@ def test_the_packed_loss_is_the_loss_of_all_sequences(own_weights: bool) -> None
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor], ids=["list", "tuple", "NumPy", "torch"])
+def test_segments_may_be_arrays(make: Callable[[list[int]], Any]) -> None:
+    tree = PrefixTree.from_segments(make([-1, 0, 0]), make([2, 1, 3]), starts=make([0, 2, 3]))
+    assert (tree.parents, tree.lengths, tree.starts) == ((-1, 0, 0), (2, 1, 3), (0, 2, 3))
+    assert {*map(type, tree.parents + tree.lengths + tree.starts)} == {int}
+
+
+def test_children_are_in_the_order_of_the_first_sequence_that_each_holds() -> None:
+    sequences = [[9, 5, 1], [3], [9, 2, 8], [9, 5, 7], [3], [9, 2, 4]]
+    tree = PrefixTree.from_sequences(sequences)
+    assert tree.tokens is not None
+    assert tree.tokens.tolist() == [9, 5, 1, 7, 2, 8, 4, 3]
+    assert tree.parents == (-1, 0, 1, 1, 0, 4, 4, -1) and tree.leaves == (2, 7, 5, 3, 7, 6)
+    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
+
+
+def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
+    """Each of 2,000 sequences goes a token further along one path: a look at each node of each path takes minutes."""
+    tree = PrefixTree.from_sequences([np.array([1] * depth + [2]) for depth in range(2000)])
+    assert (tree.num_levels, tree.num_tokens, tree.num_sequences) == (1999, 3999, 2000)
+    assert tree.pack().weights.sum() == sum(range(2000))
+    back = formats.from_paths(*formats.to_paths(tree))
+    assert back.parents == tree.parents and back.lengths == tree.lengths
+
+
 def segments(*parents: int, **options: Any) -> PrefixTree:
     return PrefixTree.from_segments(parents, [2] * len(parents), **options)
 
@@ -191,13 +217,28 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
     ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
     ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
+    ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
+    ("sequences is a str: expected a list of sequences", lambda: PrefixTree.from_sequences("ab")),  # type: ignore
+    ("sequences[0] is a list without integers of one", lambda: PrefixTree.from_sequences([[1, [2]]])),  # type: ignore
+    ("sequences[0] is a Tensor without", lambda: PrefixTree.from_sequences([torch.zeros(2, device="meta").long()])),
+    (f"sequences[0] holds {1 << 63}: expected integers of at most", lambda: PrefixTree.from_sequences([[1 << 63]])),
+    ("answers is a NoneType: expected a list of", lambda: PrefixTree.from_prompt([1], None)),  # type: ignore[arg-type]
+    ("parents is a int: expected a list of integers", lambda: PrefixTree.from_segments(3, [1])),  # type: ignore
+    ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> … -> 0: expected", lambda: segments(*range(1, 9000), 0)),
+    ("parents[0]=1: expected -1 or a segment on the path", lambda: segments(*range(1, 9000), -1)),
+    ("weights[0] is a list: expected a torch.Tensor of real", lambda: segments(-1).pack([[1, 1]])),  # type: ignore
+    (
+        "weights[0] has dtype torch.complex64: expected a",
+        lambda: segments(-1).pack([torch.ones(2).to(torch.complex64)]),
+    ),
+    ("weights is a float: expected a list of tensors", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
     ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
     ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),
     ("prompt is empty: expected at least one token", lambda: PrefixTree.from_prompt([], [[1]])),
     ("answers[1] is empty: expected at least one token", lambda: PrefixTree.from_prompt([1], [[1], []])),
     ("answers[2] is a prefix of answers[0]", lambda: PrefixTree.from_prompt([1], [[4, 5, 6], [4, 7], [4, 5]])),
     ("parents is empty: expected at least one segment", lambda: PrefixTree.from_segments([], [])),
-    ("parents=None: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
+    ("parents is a NoneType: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
     ("lengths has 1 entries: expected 2, one for each", lambda: PrefixTree.from_segments([-1, 0], [1])),
     ("lengths[1]=0: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 0])),
     ("parents[1]=2: expected an integer from -1 to 1", lambda: segments(-1, 2)),
@@ -236,7 +277,7 @@ def test_bad_input(message: str, call: Callable[[], Any]) -> None:
 
 def test_numpy_integers_are_lengths() -> None:
     """200 + 100 is 44 in their own eight bits."""
-    tree = PrefixTree.from_segments(np.array([-1, 0]), np.array([200, 100], np.uint8))  # type: ignore[arg-type]
+    tree = PrefixTree.from_segments(np.array([-1, 0]), np.array([200, 100], np.uint8))
     assert (tree.num_tokens, tree.lengths) == (300, (200, 100)) and type(tree.lengths[0]) is int
     q = torch.randn(300, 2, 8)
     assert torch.equal(flash_attention(q, q, q, tree=tree), flash_attention(q[None], q[None], q[None], True)[0])

@@ -39,6 +39,7 @@ def test_paths_of_a_small_tree() -> None:
 def test_group_info_and_padding() -> None:
     assert formats.to_group_info(ONE_LEVEL) == [[3, 2, 1], [4, 2]]
     same(formats.from_group_info([[3, 2, 1], [4, 2]]), ONE_LEVEL)
+    same(formats.from_group_info([torch.tensor([3, 2, 1]), torch.tensor([4, 2])]), ONE_LEVEL)  # type: ignore[list-item]
     groups, parents = formats.to_group_ids(DEEP)
     assert groups.tolist() == [0, 0, 1, 2, 3, 3] and parents.tolist() == [0, 0, 0, 1, 0, 0]
     padding = torch.full((3,), -1)
@@ -59,6 +60,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
     ("group_info[0][1]=0: expected an integer of at least 1", lambda: formats.from_group_info([[1, 0]])),
+    ("group_info is a NoneType: expected a list of groups", lambda: formats.from_group_info(None)),  # type: ignore
+    ("group_info[0] is a int: expected a list of integers", lambda: formats.from_group_info([3])),  # type: ignore
+    ("group_ids[2]=0 comes again: expected each group in", lambda: formats.from_group_ids([0, 1, 0], [0, 0, 0])),
+    ("segments is a NoneType: expected TreeSegments", lambda: formats.from_tree_segments(None)),  # type: ignore
     ("segment 2 of tree lies below a suffix", lambda: formats.to_group_info(DEEP)),
     (
         "segment 0 of tree is a root without suffixes",

@@ -4,7 +4,7 @@ Tokens lie in depth-first pre-order, so that the subtree of token t is the range
 the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count
 from operator import ge, sub
@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from trunkattn.training.sequences import TreeTables, rounded_tokens
-from trunkattn.training.token_trie import Segments, Tokens, build_trie, token_array, token_arrays
+from trunkattn.training.token_trie import (
+    Segments,
+    Tokens,
+    build_trie,
+    check_list,
+    integer_list,
+    token_array,
+    token_arrays,
+)
 from trunkattn.validate import check_int
 
 _Made = TypeVar("_Made")
@@ -86,10 +94,10 @@ class PrefixTree:
     @classmethod
     def from_segments(
         cls,
-        parents: Sequence[int],
-        lengths: Sequence[int],
+        parents: Tokens,
+        lengths: Tokens,
         *,
-        starts: Sequence[int] | None = None,
+        starts: Tokens | None = None,
         tokens: Tokens | None = None,
         position_ids: Tokens | None = None,
     ) -> "PrefixTree":
@@ -105,16 +113,17 @@ class PrefixTree:
         Raises:
             ValueError, TypeError: naming the argument, its value and what was expected.
         """
-        parents, lengths = _check_segments(parents, lengths)
-        sums = [0, *accumulate(lengths)]
+        above, counts = integer_list("parents", parents), integer_list("lengths", lengths)
+        _check_segments(above, counts)
+        sums = [0, *accumulate(counts)]
         if starts is not None:
-            _check_equal("starts", list(starts), sums[:-1], "the sum of the lengths before")
-        inner = set(parents)
-        leaves = [segment for segment in range(len(parents)) if segment not in inner]
+            _check_equal("starts", integer_list("starts", starts), sums[:-1], "the sum of the lengths before")
+        inner = set(above)
+        leaves = [segment for segment in range(len(above)) if segment not in inner]
         array = None if tokens is None else token_array("tokens", tokens)
         if array is not None and len(array) != sums[-1]:
             raise ValueError(f"tokens has {len(array)} entries: expected {sums[-1]}, the sum of lengths")
-        tree = cls._of(Segments(parents, lengths, leaves, array))
+        tree = cls._of(Segments(above, counts, leaves, array))
         if position_ids is not None:
             found = token_array("position_ids", position_ids).tolist()
             _check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
@@ -189,15 +198,18 @@ class PrefixTree:
 
     def sequence_indices(self) -> list[torch.Tensor]:
         """The packed tokens of each sequence, in order, int64."""
-        return [torch.from_numpy(np.concatenate(self.path(leaf))) for leaf in self.leaves]
+        of_leaf = dict(self.paths(set(self.leaves)))
+        return [torch.from_numpy(of_leaf[leaf]) for leaf in self.leaves]
 
-    def path(self, segment: int) -> list[np.ndarray]:
-        """The tokens of each segment from a root to this one, int64."""
-        path = []
-        while segment >= 0:
-            path.append(np.arange(self.starts[segment], self.starts[segment] + self.lengths[segment], dtype=np.int64))
-            segment = self.parents[segment]
-        return path[::-1]
+    def paths(self, segments: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Each of some segments, in order, with the tokens from a root to its end, int64."""
+        depths = self._host.depths
+        path = np.empty(int(depths.max()) + 1, np.int64)
+        for segment, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            depth = int(depths[start])
+            path[depth : depth + length] = np.arange(start, start + length)
+            if segment in segments:
+                yield segment, path[: depth + length].copy()
 
     def _position_ids(self) -> torch.Tensor:
         return self._host.depths.long()
@@ -231,15 +243,20 @@ class PrefixTree:
             weights: for each sequence the weight [length] of each token's loss; None for 1.
 
         Raises:
-            ValueError: the weights do not have one entry for each token of each sequence.
+            ValueError, TypeError: the weights are no tensors of real numbers, one for each token of each sequence.
         """
         indices = self.sequence_indices()
         if weights is None:
             weights = [torch.ones(len(own), dtype=torch.float32, device="cpu") for own in indices]
-        if len(weights) != len(indices):
+        if len(check_list("weights", weights, "tensors")) != len(indices):
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
         sums = torch.zeros(self.num_tokens, dtype=torch.float32, device="cpu")
         for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
+            if not isinstance(weight, torch.Tensor) or weight.is_complex():
+                found = (
+                    f"has dtype {weight.dtype}" if isinstance(weight, torch.Tensor) else f"is a {type(weight).__name__}"
+                )
+                raise TypeError(f"weights[{number}] {found}: expected a torch.Tensor of real numbers")
             if tuple(weight.shape) != (len(own),):
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
@@ -292,30 +309,32 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 
-def _check_segments(parents: Any, lengths: Any) -> tuple[list[int], list[int]]:
-    """Returns both as lists of Python's integers. Raises unless the segments are a forest, each with tokens."""
-    for name, given in (("parents", parents), ("lengths", lengths)):
-        if not isinstance(given, Iterable):
-            raise TypeError(f"{name}={given!r}: expected a list of integers")
-    parents, lengths = list(parents), list(lengths)
+def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
+    """Raises unless the segments are a forest, each with tokens. Integers of NumPy become Python's own in place."""
     if not parents:
         raise ValueError("parents is empty: expected at least one segment")
     if len(lengths) != len(parents):
         raise ValueError(f"lengths has {len(lengths)} entries: expected {len(parents)}, one for each of parents")
     last = len(parents) - 1
     if {*map(type, lengths + parents)} != {int} or min(lengths) < 1 or min(parents) < -1 or max(parents) > last:
-        lengths = [check_int(f"lengths[{segment}]", length, 1) for segment, length in enumerate(lengths)]
-        parents = [check_int(f"parents[{segment}]", parent, -1, last) for segment, parent in enumerate(parents)]
+        for segment, length in enumerate(lengths):
+            lengths[segment] = check_int(f"lengths[{segment}]", length, 1)
+        for segment, parent in enumerate(parents):
+            parents[segment] = check_int(f"parents[{segment}]", parent, -1, last)
     if not any(map(ge, parents, count())):
-        return parents, lengths  # every cycle has a parent behind its child
-    for segment in range(len(parents)):
-        visited = [segment]
-        while parents[visited[-1]] >= 0:
-            visited.append(parents[visited[-1]])
-            if visited[-1] in visited[:-1]:
-                loop = " -> ".join(map(str, visited[visited.index(visited[-1]) :]))
-                raise ValueError(f"parents has a cycle, {loop}: expected that every path ends at a root, -1")
-    return parents, lengths
+        return  # every cycle has a parent behind its child
+    seen_from = [-1] * len(parents)  # the segment from which a walk to the root came by
+    for first in range(len(parents)):
+        segment = first
+        while segment >= 0 and seen_from[segment] < 0:
+            seen_from[segment] = first
+            segment = parents[segment]
+        if segment >= 0 and seen_from[segment] == first:
+            loop = [segment, parents[segment]]
+            while loop[-1] != segment:
+                loop.append(parents[loop[-1]])
+            shown = " -> ".join(map(str, loop if len(loop) <= 8 else [*loop[:6], "…", loop[-1]]))
+            raise ValueError(f"parents has a cycle, {shown}: expected that every path ends at a root, -1")
 
 
 def _check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 Tokens: TypeAlias = Sequence[int] | torch.Tensor | np.ndarray
+
+_MOST: Final = (1 << 63) - 1
 
 
 class Segments(NamedTuple):
@@ -22,11 +24,12 @@ class Segments(NamedTuple):
 
 @dataclass
 class _Node:
-    """A segment of a trie that grows. children: by their first token. sequence: the first that ends here."""
+    """A segment of a trie: tokens [start, end) of sequence `first`, the first that begins so."""
 
-    tokens: np.ndarray
-    children: "dict[int, _Node]" = field(default_factory=dict)
-    sequence: int | None = None
+    first: int
+    start: int
+    end: int
+    children: "list[_Node]" = field(default_factory=list)
 
 
 def token_array(name: str, tokens: Tokens) -> np.ndarray:
@@ -35,19 +38,40 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
     """
-    array = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    try:
+        array = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+    except (RuntimeError, TypeError, ValueError) as error:  # nested lists, tensors without data
+        found = type(tokens).__name__
+        raise TypeError(f"{name} is a {found} without integers of one dimension: expected them") from error
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension of integers")
     if array.size == 0:
         raise ValueError(f"{name} is empty: expected at least one token")
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.max() > _MOST:
+        raise ValueError(f"{name} holds {array.max()}: expected integers of at most {_MOST}")
     return array.astype(np.int64)
+
+
+def check_list(name: str, value: Any, of: str) -> Any:
+    """The value, unless it is no list, tuple or array of several things. of: what it should hold, for people."""
+    if not isinstance(value, Sequence | torch.Tensor | np.ndarray) or isinstance(value, str | bytes):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a list of {of}")
+    return value
+
+
+def integer_list(name: str, values: Any) -> list[Any]:
+    """A list of integers, also from an array. The caller checks each entry of what was a list."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        found: list[Any] = token_array(name, values).tolist()
+        return found
+    return list(check_list(name, values, "integers"))
 
 
 def token_arrays(name: str, given: Sequence[Tokens]) -> list[np.ndarray]:
     """Each of several sequences by `token_array`, at least one."""
-    if len(given) == 0:
+    if len(check_list(name, given, "sequences")) == 0:
         raise ValueError(f"{name} is empty: expected at least one sequence")
     return [token_array(f"{name}[{number}]", tokens) for number, tokens in enumerate(given)]
 
@@ -55,55 +79,69 @@ def token_arrays(name: str, given: Sequence[Tokens]) -> list[np.ndarray]:
 def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
     """The segments of sequences that each have tokens; equal sequences end at one segment. name: of the argument.
 
+    Children of a segment are in the order of the first sequence that each one holds. Sequences that begin alike are
+    neighbours when they are sorted, so one pass over these with a path from the root finds all segments.
+
     Raises:
         ValueError: a sequence is a prefix of another.
     """
-    root = _Node(np.empty(0, np.int64))
-    ends = [_insert(root, name, number, sequence) for number, sequence in enumerate(sequences)]
+    keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
+    root = _Node(0, 0, 0)
+    path, leaf_of = [root], dict[int, _Node]()
+    last: int | None = None
+    for number in sorted(range(len(sequences)), key=keys.__getitem__):  # equal ones in their order
+        size = len(sequences[number])
+        shared = 0 if last is None else _shared(sequences[last], sequences[number])
+        if last is not None and shared == size:
+            leaf_of[number] = leaf_of[last]
+            continue
+        if last is not None and shared == len(sequences[last]):
+            _refuse(name, last, number)
+        _leave(path, shared)
+        path.append(_Node(number, shared, size))
+        leaf_of[number], last = path[-1], number
+    _leave(path, 0)
     parents: list[int] = []
     nodes: list[_Node] = []
     numbers: dict[int, int] = {}
-    stack = [(-1, child) for child in reversed(root.children.values())]
+    stack = [(-1, child) for child in _later_first(root)]
     while stack:
         parent, node = stack.pop()
         numbers[id(node)] = number = len(nodes)
         nodes.append(node)
         parents.append(parent)
-        stack += [(number, child) for child in reversed(node.children.values())]
+        stack += [(number, child) for child in _later_first(node)]
     return Segments(
         parents,
-        [len(node.tokens) for node in nodes],
-        [numbers[id(node)] for node in ends],
-        np.concatenate([node.tokens for node in nodes]),
+        [node.end - node.start for node in nodes],
+        [numbers[id(leaf_of[number])] for number in range(len(sequences))],
+        np.concatenate([sequences[node.first][node.start : node.end] for node in nodes]),
     )
 
 
-def _insert(root: _Node, name: str, number: int, sequence: np.ndarray) -> _Node:
-    """The node at which a sequence ends, after it is in the trie. A node that is split keeps its end, so that nodes of
-    sequences before stay theirs."""
-    node, at = root, 0
-    while at < len(sequence):
-        child = node.children.get(int(sequence[at]))
-        if child is None:
-            if node.sequence is not None:
-                _refuse(name, node.sequence, number)
-            leaf = _Node(sequence[at:], sequence=number)
-            node.children[int(sequence[at])] = leaf
-            return leaf
-        common = min(len(child.tokens), len(sequence) - at)
-        differs = np.flatnonzero(child.tokens[:common] != sequence[at : at + common])
-        shared = int(differs[0]) if len(differs) else common
-        if shared < len(child.tokens):
-            upper = _Node(child.tokens[:shared], {int(child.tokens[shared]): child})
-            child.tokens = child.tokens[shared:]
-            node.children[int(upper.tokens[0])] = upper
-            child = upper
-        node, at = child, at + shared
-    if node.sequence is None:
-        while node.sequence is None:
-            node = next(iter(node.children.values()))
-        _refuse(name, number, node.sequence)
-    return node
+def _shared(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    common = min(len(one), len(other))
+    differs = one[:common] != other[:common]
+    first = int(differs.argmax())
+    return first if differs[first] else common
+
+
+def _leave(path: list[_Node], depth: int) -> None:
+    """Hangs the nodes of a path that lie below `depth` tokens to their parents, and cuts the one across it in two."""
+    while path[-1].end > depth:
+        node = path.pop()
+        above = path[-1]
+        if above.end < depth:
+            above = _Node(node.first, node.start, depth)
+            node.start = depth
+            path.append(above)
+        above.children.append(node)
+        above.first = min(above.first, node.first)
+
+
+def _later_first(node: _Node) -> list[_Node]:
+    return sorted(node.children, key=lambda child: -child.first)
 
 
 def _refuse(name: str, shorter: int, longer: int) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from trunkattn.training.prefix_tree import PrefixTree
-from trunkattn.training.token_trie import Tokens, token_array
+from trunkattn.training.token_trie import Tokens, check_list, integer_list, token_array
 from trunkattn.validate import check_int
 
 
@@ -34,7 +34,7 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
         last = int(index[first + rest - 1]) if rest else -1
         parents.append(int(np.searchsorted(starts, last, "right")) - 1 if rest else -1)
     tree = PrefixTree.from_segments(parents, lengths.tolist())
-    found = np.concatenate([np.concatenate(tree.path(segment)) for segment in range(len(parents))])
+    found = np.concatenate([path for _, path in tree.paths(range(len(parents)))])
     if not np.array_equal(found, index):
         raise ValueError("kv_index holds other tokens than the segments above each one: expected their paths in order")
     return tree
@@ -42,7 +42,7 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
 
 def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """TRL's `tree_kv_index` (int64), `tree_cu_seqlens_q` and `tree_cu_seqlens_k` (int32) of a tree."""
-    paths = [np.concatenate(tree.path(segment)) for segment in range(len(tree.starts))]
+    paths = [path for _, path in tree.paths(range(len(tree.starts)))]
     ends = np.cumsum([0, *map(len, paths)]).astype(np.int32)
     starts = np.array([*tree.starts, tree.num_tokens], np.int32)
     return torch.from_numpy(np.concatenate(paths)), torch.from_numpy(starts), torch.from_numpy(ends)
@@ -56,7 +56,8 @@ def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
     """
     parents: list[int] = []
     lengths: list[int] = []
-    for number, group in enumerate(group_info):
+    for number, given in enumerate(check_list("group_info", group_info, "groups")):
+        group = integer_list(f"group_info[{number}]", given)
         if len(group) < 2:
             raise ValueError(f"group_info[{number}] has {len(group)} lengths: expected a prefix's and its suffixes'")
         root = len(parents)
@@ -129,6 +130,8 @@ def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
         group, parent = int(groups[start]), int(above[start])
         if parent != group and parent not in segment_of:
             raise ValueError(f"parent_ids[{start}]={parent}: expected its own group or one before it")
+        if group in segment_of:
+            raise ValueError(f"group_ids[{start}]={group} comes again: expected each group in one piece, of one parent")
         parents.append(-1 if parent == group else segment_of[parent])
         segment_of[group] = segment
     return PrefixTree.from_segments(parents, np.diff([*starts, size]).tolist())
@@ -158,6 +161,8 @@ def from_tree_segments(segments: TreeSegments) -> PrefixTree:
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
+    if not isinstance(segments, TreeSegments):
+        raise TypeError(f"segments is a {type(segments).__name__}: expected TreeSegments")
     columns: dict[str, Any] = {name: token_array(name, getattr(segments, name)).tolist() for name in segments._fields}
     depths = columns.pop("depths")
     tree = PrefixTree.from_segments(columns.pop("parents"), columns.pop("lengths"), **columns)
