@@ -90,7 +90,10 @@ class Plan:
 
         Raises:
             AssertionError: naming the invariant and the item or query that breaks it.
+            RuntimeError: Python runs with -O, which leaves assertions out.
         """
+        if not __debug__:
+            raise RuntimeError("Plan.check consists of assertions, which python -O leaves out: run Python without -O")
         self.step.check()
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, check_plain, written
 
 Int32Array = NDArray[np.int32]
 Scale = float | torch.Tensor | None
@@ -317,6 +317,7 @@ def _tensor(
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+    check_plain(name, tensor)
 
 
 def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device) -> None:
@@ -329,12 +330,13 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         # on a GPU, looking at the values would wait for it
         finite = device.type != "cpu" or bool(value.float().isfinite().all())
     elif isinstance(value, Real) and not isinstance(value, bool):
-        number: Any = value  # an int may be too large for a float
+        number: Any = value if isinstance(value, int) else float(value)  # an int may be too large for a float
         finite = bool(abs(number) <= torch.finfo(torch.float32).max)
     else:
         raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
     if not finite:
-        raise ValueError(f"{name}={value}: expected finite numbers in the range of float32")
+        given = written(value) if isinstance(value, int) else value
+        raise ValueError(f"{name}={given}: expected finite numbers in the range of float32")
 
 
 def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:

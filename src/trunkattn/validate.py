@@ -51,3 +51,13 @@ def check_positive(name: str, value: Any) -> None:
             f"{name}={written(value) if isinstance(value, int) else value}: expected None or a number from {smallest} "
             f"to {largest}, the range of float32"
         )
+
+
+def check_plain(name: str, tensor: Any) -> None:
+    """Raises ValueError if torch negates a tensor when it reads it, as the imaginary part of a conjugate: kernels read
+    memory."""
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name} is a view that torch negates when it reads it: expected a tensor whose memory holds its values; "
+            f"use {name}.resolve_neg()"
+        )

@@ -1,6 +1,8 @@
 """Bad input raises an error that names the argument and its value, and leaves everything usable."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -278,3 +280,30 @@ def test_an_integer_of_thousands_of_digits_is_named_by_its_size() -> None:
         replace(GOOD, head_dim=-(10**5000))
     with pytest.raises(ValueError, match=r"sm_scale=\(an integer of 16610 bits\): expected None or a number"):
         replace(GOOD, sm_scale=10**5000)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
+def test_a_view_that_torch_negates_when_it_reads_it_is_named(name: str) -> None:
+    """Kernels read memory: the imaginary part of a conjugate would have the wrong sign."""
+    attention = BatchAttention(GOOD, "cpu")
+    plan = attention.plan(**STEP)
+    given = {**RUN, "out": torch.empty_like(Q)}
+    lazy = torch.complex(torch.zeros_like(given[name]), -given[name]).conj().imag
+    assert torch.equal(lazy, given[name]) or name == "out"
+    with pytest.raises(ValueError, match=rf"{name} is a view that torch negates .*; use {name}\.resolve_neg\(\)"):
+        attention.run(plan, **{**given, name: lazy})
+    if name != "out":
+        resolved = {**given, name: lazy.resolve_neg()}
+        if name != "q":
+            resolved[name] = resolved[name].contiguous()
+        assert torch.equal(attention.run(plan, **resolved), attention.run(plan, **RUN))
+
+
+def test_checks_that_python_leaves_out_say_so() -> None:
+    code = (
+        "import torch; from trunkattn import AttentionConfig, BatchAttention; "
+        "attention = BatchAttention(AttentionConfig(4, 2, 16, 4, torch.float32), 'cpu'); "
+        "attention.plan(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)).check()"
+    )
+    found = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "RuntimeError: Plan.check consists of assertions" in found.stderr

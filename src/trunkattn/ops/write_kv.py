@@ -8,6 +8,7 @@ from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
+from trunkattn.validate import check_plain
 
 
 def write_kv(
@@ -138,6 +139,7 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
+        check_plain(name, tensor)
     for new in (first, second):
         _check(new, len(slot_mapping))
     if first.cache.shape[:2] != second.cache.shape[:2]:

@@ -8,7 +8,7 @@ import torch
 
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import PrefixTree
-from trunkattn.validate import check_int, check_positive
+from trunkattn.validate import check_int, check_plain, check_positive
 
 DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
 
@@ -94,6 +94,8 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
             expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
+        if tensor.is_cuda:
+            check_plain(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
