@@ -123,6 +123,20 @@ def test_a_stop_string_completed_by_the_last_token_counts() -> None:
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hel", "stop", "lo")
 
 
+@pytest.mark.parametrize(("max_tokens", "answer"), [(3, "ab~~"), (50, "ab~")])
+def test_a_stop_string_that_the_end_completes_counts(max_tokens: int, answer: str) -> None:
+    """Part of a character is shown when an answer ends, and a stop string may hold it: at the limit or at an end."""
+
+    class Unfinished(AsciiTokenizer):
+        def decode(self, token_ids: Sequence[int], *arguments: Any, **options: Any) -> str:
+            return super().decode(token_ids, *arguments, **options).replace("~", "\ufffd")
+
+    scheduler = Scheduler(CacheManager(100, 4), max_num_seqs=8, max_num_batched_tokens=32)
+    engine = Engine(FakeRunner(answer), scheduler, ModelLimits(VOCAB, 400, frozenset({EOS})), Unfinished())
+    found = answer_of(engine, stop="b\ufffd", max_tokens=max_tokens)
+    assert (found.text, found.finish_reason, found.stop_reason) == ("a", "stop", "b\ufffd")
+
+
 def test_stop_token_ids_are_no_text() -> None:
     answer = answer_of(make_engine(), stop_token_ids=[ord("w"), ord("d")])
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hello ", "stop", ord("w"))

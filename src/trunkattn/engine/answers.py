@@ -44,9 +44,11 @@ class Answer:
             return None
         self._detokenizer = self._detokenizer or self._begin(self._tokenizer)
         ends_it = self._sequence.finish_reason == "stop"
-        if ends_it and not self._sequence.params.include_stop_str_in_output:  # then it has no text
-            return None
-        return self._detokenizer.append(token_id)
+        if not ends_it or self._sequence.params.include_stop_str_in_output:  # else it has no text
+            found = self._detokenizer.append(token_id)
+            if found is not None or not self._sequence.is_finished:
+                return found
+        return self._detokenizer.flush()  # what was held back may have a stop string, too
 
     def output(self) -> CompletionOutput:
         """The answer so far."""

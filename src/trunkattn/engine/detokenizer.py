@@ -93,11 +93,14 @@ class Detokenizer:
         self._start, self._read = self._read, len(self._token_ids)
         return self._extend(decoded)
 
-    def flush(self) -> None:
-        """Ends the answer: the text that was held back is added, part of a character included."""
-        if not self._complete:
-            self._extend(self._decode(self._token_ids[self._start :]))
-            self._complete = True
+    def flush(self) -> str | None:
+        """Ends the answer: the text that was held back is added, part of a character included. Returns the stop string
+        that it completed, if any."""
+        if self._complete:
+            return None
+        found = self._extend(self._decode(self._token_ids[self._start :]))
+        self._complete = True
+        return found
 
     def _first_needed(self) -> int:
         """First of the tokens that show whether the last character is complete."""
