@@ -280,7 +280,9 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
             raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous last dimension")
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
-        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        if 0 in out.stride() and any(
+            stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
+        ):
             raise ValueError(
                 f"out has strides {out.stride()}: expected no two elements in one place; use out.contiguous()"
             )
@@ -299,6 +301,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
 def _tensor(
     name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
 ) -> None:
+    """Checks a tensor. shape: its first size may be None, for any."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
     if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
@@ -311,10 +314,8 @@ def _tensor(
         raise ValueError(
             f"{name} requires grad: expected no gradient, for this attention has no backward pass; use torch.no_grad()"
         )
-    fits = tensor.dim() == len(shape) and all(
-        want is None or got == want for got, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
+    given, wanted_shape = (tensor.shape[1:], shape[1:]) if shape and shape[0] is None else (tensor.shape, shape)
+    if tensor.dim() != len(shape) or given != wanted_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
     check_plain(name, tensor)

@@ -117,3 +117,8 @@ def test_an_unaligned_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     strided = torch.zeros(4, 2, 16, dtype=BF16)[..., :8]
     attend(wide[..., 1:], strided, strided, tree, 1.0)
     assert seen[0].is_contiguous() and seen[1].data_ptr() == strided.data_ptr()
+    memory = torch.zeros(4 * 2 * 256 + 64 + 8, dtype=BF16)
+    begin = -memory.data_ptr() % 128 // 2  # where a multiple of 128 bytes is
+    even, odd = (memory[begin + by :][: 4 * 2 * 256].view(4, 2, 256) for by in (0, 8))
+    attend(even, odd, even, tree, 1.0)
+    assert seen[3].data_ptr() == even.data_ptr() != seen[4].data_ptr() != odd.data_ptr()

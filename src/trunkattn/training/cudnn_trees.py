@@ -37,7 +37,8 @@ def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PrefixTree, sm_scale: float) -> Pair:
     """out [tokens, num_qo_heads, head_dim of v] and lse [num_qo_heads, tokens] of checked tensors, with gradients."""
     flex_attention = import_module(spec.CUDNN_MODULE)
-    q, k, v = (_readable(tensor).unsqueeze(0) for tensor in (q, k, v))
+    alignment = 128 if q.shape[-1] == v.shape[-1] == 256 else 16
+    q, k, v = (_readable(tensor, alignment).unsqueeze(0) for tensor in (q, k, v))
 
     def plan() -> Any:
         mask = intervals(tree.tables(q.device), tree.num_levels)
@@ -49,7 +50,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PrefixTree, 
     return out[0], lse[0]
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor if each head begins at a multiple of 16 bytes and is contiguous, else a contiguous copy."""
+def _readable(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """The tensor if each head begins at a multiple of `alignment` bytes and is contiguous, else a contiguous copy."""
     bytes_of = [tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:-1])]
-    return tensor if tensor.stride(-1) == 1 and math.gcd(*bytes_of) % 16 == 0 else tensor.contiguous()
+    if tensor.stride(-1) == 1 and math.gcd(*bytes_of) % alignment == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
