@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -71,8 +71,9 @@ def chat(**changes: Any) -> tuple[str, bytes]:
     return CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 2} | changes).encode()
 
 
+@cache
 def hostile() -> dict[str, tuple[str, bytes]]:
-    """A request of each kind: path and body."""
+    """A request of each kind: path and body. They are made once: what makes them takes a processor for seconds."""
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 3_500_000}}
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 990_000}}}
     schema = {"properties": {f"p{i:04}": {"type": "null"} for i in range(4900)}}
@@ -278,6 +279,7 @@ def run(folder: Path, kinds: dict[str, Act]) -> list[dict[str, Any]]:
     elsewhere = ProcessPoolExecutor(1, get_context("spawn"))
     texts: set[str] = set()
     with elsewhere, server(command, folder / "hostile.log") as (url, process):
+        elsewhere.submit(hostile).result()
         for name, act in kinds.items():
             with Watch(url, lambda: memory_mb(process)).watching() as watch:
                 time.sleep(0.5)

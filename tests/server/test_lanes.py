@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,65 +42,49 @@ class Times:
 
 
 def test_a_thread_in_python_rests_three_times_as_long_as_it_computes() -> None:
-    times, call = Times(), 1e-5
-    with times.pace.kept(holds_lock=True):
-        for _ in range(100_000):
-            times.work(call)
-    assert max(times.pieces) <= SLICE + 64 * call, "nothing of the length of the work happens without a rest"
-    assert sum(times.rests) >= RESTS * (times.computed - 2 * SLICE)
-    assert len(times.rests) > 100
+    times, turn = Times(), 1e-4
+    with times.pace.kept():
+        for _ in range(10_000):
+            times.work(turn)
+            times.pace.rest()
+    assert max(times.pieces) <= SLICE + turn, "nothing of the length of the work happens without a rest"
+    assert sum(times.rests) >= RESTS * (times.computed - SLICE - turn)
 
 
 def test_one_long_call_is_followed_by_a_rest_that_ends() -> None:
     times = Times()
-    with times.pace.kept(holds_lock=True):
+    with times.pace.kept():
         times.work(10.0)
-        for _ in range(64):
-            times.work(0.0)
+        times.pace.rest()
+        times.pace.rest()
     assert times.rests == [LONGEST]
 
 
-@pytest.mark.parametrize(("holds_lock", "rests"), [(True, RESTS), (False, 1)])
-def test_the_next_piece_begins_after_a_rest_that_nobody_waits_for_who_comes_later(holds_lock: bool, rests: int) -> None:
+def test_the_next_piece_begins_after_a_rest_and_who_comes_later_waits_for_nothing() -> None:
     times = Times()
-    with times.pace.kept(holds_lock):
+    with times.pace.kept():
         times.work(0.02)
     assert times.rests == [], "the result of the work is there at once"
-    with times.pace.kept(holds_lock):
-        assert times.rests == [pytest.approx(rests * 0.02)]
+    with times.pace.kept():
+        assert times.rests == [pytest.approx(0.02)]
         times.work(0.02)
     times.monotonic += 100.0
-    with times.pace.kept(holds_lock):
+    with times.pace.kept():
         assert len(times.rests) == 1
 
 
 def test_short_pieces_count_together() -> None:
     times = Times()
     for _ in range(60):
-        with times.pace.kept(holds_lock=True):
+        with times.pace.kept():
             times.work(0.001)
-    assert max(times.pieces) <= SLICE + 0.002 and sum(times.rests) >= RESTS * 0.05
-
-
-def test_work_in_a_library_is_not_looked_at() -> None:
-    def profile() -> Any:
-        return sys.getprofile()
-
-    async def both() -> tuple[Any, Any, Any]:
-        first = await lanes.run(1, profile, holds_lock=False)
-        second = await lanes.run(1, profile)
-        return first, second, await lanes.run(1, profile, holds_lock=False)
-
-    lanes = Lanes("test")
-    first, second, third = asyncio.run(both())
-    lanes.close()
-    assert first is third is None and second is not None
+    assert max(times.pieces) <= SLICE + 0.002 and sum(times.rests) >= 0.05 - 0.001
 
 
 def test_an_error_ends_the_work_alone() -> None:
     async def run() -> list[Any]:
         found = []
-        for work in (lambda: 1 / 0, threading.current_thread):
+        for work in (lambda rest: 1 / 0, lambda rest: threading.current_thread()):
             try:
                 found.append(await lanes.run(1, work))
             except ZeroDivisionError as error:
@@ -133,7 +116,7 @@ def test_a_conversation_of_many_calls_is_read_in_slices(server: Server, monkeypa
     call = {"function": {"name": "f", "arguments": "{}"}}
     body = {"messages": [{"role": "assistant", "tool_calls": [call] * 128}] * messages, "max_tokens": 1}
     assert server.post("/v1/chat/completions", body).status_code == 200
-    assert count() > messages, "a look for less than a message"
+    assert count() > 2 * 128 * messages, "a look at every call, checked and copied"
 
 
 def test_many_log_probabilities_are_written_in_slices(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +135,4 @@ def test_many_log_probabilities_are_written_in_slices(server: Server, monkeypatc
     monkeypatch.setattr(service, "finished", finished)
     written = asyncio.run(Chat(service, body, Caller()).whole([]))
     assert len(json.loads(written)["choices"][0]["logprobs"]["content"]) == places
-    assert count() > places / 10
+    assert count() > places

@@ -14,6 +14,7 @@ import torch
 from trunkattn.engine.outputs import CompletionOutput, Logprob
 from trunkattn.engine.sampling import TokenLogprobs
 from trunkattn.server.chat import _logprobs as logprobs_of
+from trunkattn.server.lanes import no_rest
 from trunkattn.server.streaming import TextOffsets, write_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -107,12 +108,12 @@ def test_places_of_a_chat_are_one_text_and_not_searched_for_garbage() -> None:
     answer = CompletionOutput(0, "a" * 500, [0] * 500, logprobs=[entry] * 500)
     gc.collect()
     before = len(gc.get_objects())
-    places = logprobs_of(answer, 0, 20)
+    places = logprobs_of(answer, 0, 20, no_rest)
     assert len(gc.get_objects()) - before < 100
     written = json.loads(write_json({"content": places}))["content"]
     assert len(written) == 500 and written[0] == written[499]
     assert [top["token"] for top in written[0]["top_logprobs"]] == [chr(97 + token) for token in range(20)]
     assert written[0]["token"] == "a" and written[0]["bytes"] == [97]
     own = {"token": "a", "logprob": -1.0, "bytes": [97]}
-    assert json.loads(logprobs_of(answer, 499, 1) or "") == [own | {"top_logprobs": [own]}]
-    assert logprobs_of(answer, 500, 1) is None
+    assert json.loads(logprobs_of(answer, 499, 1, no_rest) or "") == [own | {"top_logprobs": [own]}]
+    assert logprobs_of(answer, 500, 1, no_rest) is None

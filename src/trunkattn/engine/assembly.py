@@ -98,14 +98,14 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
 def keys_per_token(info: ModelInfo) -> int | None:
     """How many keys a token attends to in the time that the rest of the model takes for it: see `StepWork.of_keys`.
 
-    A layer of hidden size h multiplies each token by about 12 h² weights, and its attention multiplies each query with
+    A layer of hidden size h multiplies each token by about 10 h² weights, and its attention multiplies each query with
     a key and its value, of the width of all heads. Layers with a window see few keys, so they are left out.
     """
     layer, windows = info.geometry.layer, info.geometry.windows
     width = layer.num_qo_heads * layer.head_dim
     hidden_size = int(getattr(info.config.get_text_config(), "hidden_size", width))
     num_full = windows.count(None)
-    return max(1, 12 * hidden_size**2 * len(windows) // (2 * width * num_full)) if num_full else None
+    return max(1, 10 * hidden_size**2 * len(windows) // (2 * width * num_full)) if num_full else None
 
 
 def make_cache(info: ModelInfo, page_size: int, num_pages: int) -> KVCache:

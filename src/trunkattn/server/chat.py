@@ -12,6 +12,7 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
+from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
 from trunkattn.server.service import Caller, Service, num_places, usage_of
@@ -57,9 +58,9 @@ class Chat:
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
         outputs = await self._service.finished(submissions, self.id)
-        return await self._service.render(num_places(outputs[0]), lambda: write_json(self._response(outputs)))
+        return await self._service.render(num_places(outputs[0]), lambda rest: self._response(outputs, rest))
 
-    def _response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def _response(self, outputs: Sequence[RequestOutput], rest: Rest) -> str:
         choices = []
         for answer in outputs[0].outputs:
             parsed = self._parse(answer.text)
@@ -68,11 +69,12 @@ class Chat:
                 message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
             logprobs: dict[str, Any] | None = None
             if answer.logprobs is not None:
-                logprobs = {"content": _logprobs(answer, 0, self._num_top) or [], "refusal": None}
+                logprobs = {"content": _logprobs(answer, 0, self._num_top, rest) or [], "refusal": None}
             choices.append(
                 {"index": answer.index, "message": message, "logprobs": logprobs, **_ending(answer, bool(parsed.calls))}
             )
-        return self._envelope("chat.completion", choices) | {"usage": usage_of(outputs).as_json()}
+        whole = self._envelope("chat.completion", choices) | {"usage": usage_of(outputs).as_json()}
+        return write_json(whole, rest)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
@@ -86,26 +88,28 @@ class Chat:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
         yield writer.done()
 
-    def _events(self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter) -> list[str]:
+    def _events(
+        self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
+    ) -> list[str]:
         """Events of what is new of an output."""
         events = []
         for answer in output.outputs:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
                 events.append(writer.event(self._chunk(answer, {"role": "assistant", "content": ""})))
-            for chunk in self._chunks(answer, progress[answer.index]):
-                events.append(writer.event(chunk | self._usage_so_far(output)))
+            for chunk in self._chunks(answer, progress[answer.index], rest):
+                events.append(writer.event(chunk | self._usage_so_far(output), rest))
         return events
 
     def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
         return {"usage": usage_of([output]).as_json()} if self._options.continuous_usage_stats else {}
 
-    def _chunks(self, answer: CompletionOutput, sent: Progress) -> list[dict[str, Any]]:
+    def _chunks(self, answer: CompletionOutput, sent: Progress, rest: Rest) -> list[dict[str, Any]]:
         """What is new of an answer. A tool call is sent when it is complete."""
         ended = answer.finish_reason is not None
         parsed = self._parse(answer.text) if ended else ParsedAnswer(self._visible(answer.text))
         text, first_token = sent.advance(answer, parsed.content)
-        logprobs = _logprobs(answer, first_token, self._num_top)
+        logprobs = _logprobs(answer, first_token, self._num_top, rest)
         chunks = []
         if text or logprobs:
             chunks.append(self._chunk(answer, {"content": text}, logprobs))
@@ -203,14 +207,14 @@ def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
-def _logprobs(answer: CompletionOutput, first_token: int, num_top: int) -> Written | None:
+def _logprobs(answer: CompletionOutput, first_token: int, num_top: int, rest: Rest) -> Written | None:
     """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place: a
-    list as JSON; None if there are none."""
+    list as JSON; None if there are none. rest: is called at every token."""
     new = range(first_token, len(answer.token_ids))
     if answer.logprobs is None or not new:
         return None
     places = (_place(answer.token_ids[place], answer.logprobs[place], num_top) for place in new)
-    return Written("[" + ",".join(write_json(place, levels=0) for place in places) + "]")
+    return Written("[" + ",".join(write_json(place, rest, levels=0) for place in places) + "]")
 
 
 def _place(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
+from trunkattn.server.lanes import Rest
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
 from trunkattn.server.service import Caller, Service, num_places, usage_of
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, write_json
@@ -81,13 +82,15 @@ class Completion:
         """The response as JSON, once every answer is finished."""
         outputs = [self._shown(output) for output in await self._service.finished(submissions, self.id)]
 
-        def response() -> str:
+        def response(rest: Rest) -> str:
             choices = [
-                self._choice(prompt, output, answer, Piece(text=answer.text, first_token=0, offsets=TextOffsets()))
+                self._choice(
+                    prompt, output, answer, Piece(text=answer.text, first_token=0, offsets=TextOffsets()), rest
+                )
                 for prompt, output in enumerate(outputs)
                 for answer in output.outputs
             ]
-            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()})
+            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()}, rest)
 
         return await self._service.render(sum(map(num_places, outputs)), response)
 
@@ -107,7 +110,7 @@ class Completion:
         yield writer.done()
 
     def _events(
-        self, prompt: int, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter
+        self, prompt: int, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
     ) -> list[str]:
         """Events of what is new of a prompt's output."""
         events = []
@@ -118,10 +121,10 @@ class Completion:
             has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
             if piece.text or has_logprobs or sent.just_ended:
                 sent.begun = True
-                event = self._envelope([self._choice(prompt, output, answer, piece)])
+                event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
                 if self._options.continuous_usage_stats:
                     event["usage"] = usage_of([output]).as_json()
-                events.append(writer.event(event))
+                events.append(writer.event(event, rest))
         return events
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
@@ -134,12 +137,14 @@ class Completion:
         ]
         return replace(output, outputs=answers)
 
-    def _choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece) -> dict[str, Any]:
+    def _choice(
+        self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece, rest: Rest
+    ) -> dict[str, Any]:
         """A piece of an answer. The first piece has the prompt, if it is echoed."""
         echo = self._echoed[prompt] if self._echoed and piece.begins else ""
         logprobs = None
         if answer.logprobs is not None:
-            places = Places(self._service.token_bytes, self._hidden, piece.offsets)
+            places = Places(self._service.token_bytes, self._hidden, piece.offsets, rest)
             if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [])
             new = range(piece.first_token, len(answer.token_ids))
@@ -180,10 +185,11 @@ class Places:
         token_bytes: what each token writes.
         hidden: tokens that write nothing into the text.
         offsets: characters of the text before each token.
+        rest: is called at every token.
     """
 
-    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int], offsets: TextOffsets) -> None:
-        self._token_bytes, self._hidden, self._offsets = token_bytes, hidden, offsets
+    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int], offsets: TextOffsets, rest: Rest) -> None:
+        self._token_bytes, self._hidden, self._offsets, self._rest = token_bytes, hidden, offsets, rest
         self._tokens: list[str] = []
         self._own: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
@@ -192,6 +198,7 @@ class Places:
     def add(self, token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob] | None]) -> None:
         """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none."""
         for token_id, entry in zip(token_ids, logprobs, strict=True):
+            self._rest()
             written = self._token_bytes.of(token_id)
             self._tokens.append(_shown(written, token_id))
             self._at.append(self._offsets.before(b"" if token_id in self._hidden else written or b""))

@@ -45,7 +45,7 @@ class FormTrial:
         Raises:
             ImportError, ValueError: see `StructuredOutputs.start`, or the form took too much time, memory or stack.
         """
-        grammar = await self._lanes.run(num_bytes, lambda: self._forms.source(form))
+        grammar = await self._lanes.run(num_bytes, lambda _: self._forms.source(form))
         if grammar in self._token_seconds and self._forms.has_compiled(grammar):
             return self._token_seconds[grammar]
         if self._idle is None:
@@ -65,7 +65,7 @@ class FormTrial:
             self._idle.put_nowait(worker)
         if failure is not None:
             self._forms.refuse(grammar, failure)
-            await self._lanes.run(num_bytes, lambda: self._forms.source(form))  # raises it, with the form's name
+            await self._lanes.run(num_bytes, lambda _: self._forms.source(form))  # raises it, with the form's name
         self._forms.weigh(grammar, taken_bytes)
         self._token_seconds[grammar] = seconds
         while len(self._token_seconds) > _REMEMBERED:

@@ -1,21 +1,23 @@
 """Threads for work whose time grows with a request, so that neither the event loop nor the engine does it."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 Result = TypeVar("Result")
+Rest = Callable[[], None]  # to be called again and again by what computes in Python; it waits if it is time
 
 _SHORT: Final = 64 << 10  # bytes or characters of a short piece of work
 _SLICE_S: Final = 0.005  # of a processor, between two rests
-_RESTS: Final = 3  # times as long as it computed, rests a thread that holds Python's lock
+_RESTS: Final = 3  # times as long as it computed, rests a thread in the middle of its work
 _LONGEST_REST_S: Final = 0.25  # more than a step of the engine takes
-_EVENTS: Final = 64  # calls and returns between two looks at the clock
+
+
+def no_rest() -> None:
+    """Nothing: for work that is short."""
 
 
 class Pace:
@@ -41,26 +43,18 @@ class Pace:
         self._computed = 0.0  # at the last rest, on the thread's clock
 
     @contextmanager
-    def kept(self, holds_lock: bool) -> Iterator[None]:
-        """Context of a piece of work, which begins after the last one's rest. holds_lock: whether it computes in
-        Python. It rests after every few milliseconds then, otherwise only at its end, as long as it took."""
+    def kept(self) -> Iterator[None]:
+        """Context of a piece of work. It begins after the last one's rest, which is as long as that one took."""
         self._sleep(max(0.0, self._rested_at - self._now()))
-        profile, left = sys.getprofile(), _EVENTS
-
-        def on_event(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                left = _EVENTS
-                self._sleep(self._due(_RESTS))
-
-        if holds_lock:
-            sys.setprofile(on_event)
         try:
             yield
         finally:
-            sys.setprofile(profile)
-            self._rested_at = self._now() + self._due(_RESTS if holds_lock else 1)
+            self._rested_at = self._now() + self._due(1)
+
+    def rest(self) -> None:
+        """Waits, if the thread has computed for some milliseconds since its last rest."""
+        if rest := self._due(_RESTS):
+            self._sleep(rest)
 
     def _due(self, rests: int) -> float:
         """Seconds of the rest that is due now; 0 if the thread has not computed long enough for one."""
@@ -79,19 +73,18 @@ class Lanes:
         self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace()
         self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace()
 
-    async def run(self, size: int, work: Callable[[], Result], holds_lock: bool = True) -> Result:
+    async def run(self, size: int, work: Callable[[Rest], Result]) -> Result:
         """The result of some work.
 
         Args:
             size: bytes or characters that it goes through.
-            work: what to do.
-            holds_lock: whether it computes in Python, not in a library that leaves Python to others meanwhile.
+            work: what to do. A loop in Python over what a request holds is to rest in every turn.
         """
         thread, pace = self._short if size <= _SHORT else self._long
 
         def paced() -> Result:
-            with pace.kept(holds_lock):
-                return work()
+            with pace.kept():
+                return work(pace.rest)
 
         return await asyncio.get_running_loop().run_in_executor(thread, paced)
 

@@ -22,7 +22,7 @@ from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
 from trunkattn.server.json_size import json_size
-from trunkattn.server.lanes import Lanes
+from trunkattn.server.lanes import Lanes, Rest, no_rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
 from trunkattn.server.options import ServerOptions
@@ -127,7 +127,7 @@ class Service:
     async def read(self, raw: bytes, model: type[AnyBody]) -> AnyBody:
         """The fields of a body. Unknown ones that are ignored go into the log."""
         reading = Reading(self.options.strict_requests)
-        body = await self.lanes.run(len(raw), lambda: read_body(raw, model, reading))
+        body = await self.lanes.run(len(raw), lambda _: read_body(raw, model, reading))
         if reading.ignored:
             _LOG.info("Ignored fields that do not exist: %s", ", ".join(sorted(map(repr, reading.ignored))))
         return body
@@ -147,10 +147,7 @@ class Service:
         """Token ids of a text. truncates: it may have more than a prompt, because its end alone is kept."""
         self._check_length(name, len(text))
 
-        def encode() -> list[int]:
-            return self._encode(text, name, add_special_tokens, truncates)
-
-        return await self.lanes.run(len(text), encode, holds_lock=False)
+        return await self.lanes.run(len(text), lambda _: self._encode(text, name, add_special_tokens, truncates))
 
     async def chat_tokens(
         self,
@@ -170,13 +167,13 @@ class Service:
             options: fields of `ChatOptions`.
         """
 
-        def render() -> str:
-            _check_arguments(messages)
+        def render(rest: Rest) -> str:
+            _check_arguments(messages, rest)
             with bad_request():
-                conversation = [_message(message, place) for place, message in enumerate(messages)]
+                conversation = [_message(message, place, rest) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
                 chat = ChatOptions(tools=described or None, **options)
-                with template_clock(LIMITS.template_seconds):
+                with template_clock(LIMITS.template_seconds, rest):
                     return render_template(self.llm.tokenizer, conversation, chat)
 
         return await self.tokens(await self.lanes.run(num_bytes, render), "messages", False, truncates)
@@ -188,7 +185,7 @@ class Service:
             raise BadRequest(f"tokens has {len(token_ids)} items: expected at most {longest}", "tokens")
         tokenizer = self._tokenizer()
 
-        def decode() -> str:
+        def decode(_: Rest) -> str:
             for token_id in token_ids:
                 if not 0 <= token_id <= most:
                     raise BadRequest(f"tokens: token id {token_id}: expected 0 to {most}", "tokens")
@@ -244,7 +241,7 @@ class Service:
                 form_seconds = params.n * await self._trial.check(params.structured_outputs, caller.num_bytes)
             lanes = self._compiling
 
-        def check() -> CheckedRequest:
+        def check(_: Rest) -> CheckedRequest:
             with bad_request():
                 return self.loop.engine.check_request(token_ids, params, name)
 
@@ -258,9 +255,9 @@ class Service:
             form_seconds=form_seconds,
         )
 
-    async def render(self, num_places: int, work: Callable[[], Result]) -> Result:
+    async def render(self, num_places: int, work: Callable[[Rest], Result]) -> Result:
         """The result of some work on an answer, done at once if it is little. num_places: see the function."""
-        return work() if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
+        return work(no_rest) if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
 
     async def finished(self, submissions: Sequence[Submission], name: str) -> list[RequestOutput]:
         """The finished answers, one output for each submission. name: the request's id."""
@@ -403,7 +400,7 @@ def _check_sound(output: RequestOutput) -> None:
             raise BadRequest(message, param_of(message)) if answer.is_bad else AnswerFailed(message)
 
 
-def _message(message: Message, place: int) -> dict[str, Any]:
+def _message(message: Message, place: int, rest: Rest) -> dict[str, Any]:
     """A message as chat templates read it: its content is a text, and the arguments of a call are a mapping."""
     values = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
@@ -411,6 +408,7 @@ def _message(message: Message, place: int) -> dict[str, Any]:
         values["content"] = "\n".join(parts)
     values.setdefault("content", "")
     for number, call in enumerate(values.get("tool_calls", ())):
+        rest()
         given = call["function"]["arguments"]
         name = f"messages[{place}].tool_calls[{number}].function.arguments"
         if isinstance(given, str):
@@ -418,11 +416,12 @@ def _message(message: Message, place: int) -> dict[str, Any]:
     return values
 
 
-def _check_arguments(messages: Sequence[Message]) -> None:
+def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
     """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written."""
     total = 0
     for place, message in enumerate(messages):
         for number, call in enumerate(message.tool_calls or ()):
+            rest()
             given = call.function.arguments
             if isinstance(given, str):
                 total += sum(json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes))

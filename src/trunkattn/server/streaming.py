@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from trunkattn.engine.outputs import CompletionOutput
 from trunkattn.server.errors import failure
+from trunkattn.server.lanes import Rest, no_rest
 
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
 LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
@@ -57,24 +58,29 @@ class Written(str):
     garbage with every thread stopped."""
 
 
-def write_json(value: Any, levels: int = _JSON_LEVELS) -> str:
+def write_json(value: Any, rest: Rest = no_rest, levels: int = _JSON_LEVELS) -> str:
     """JSON of a response. Its upper levels are written item by item: one call for all of it would hold Python's lock
     for as long as a long list takes."""
+    rest()
     if isinstance(value, Written):
         return value
     if levels and isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(name)}:{write_json(one, levels - 1)}" for name, one in value.items()) + "}"
+        return (
+            "{"
+            + ",".join(f"{json.dumps(name)}:{write_json(one, rest, levels - 1)}" for name, one in value.items())
+            + "}"
+        )
     if levels and isinstance(value, list):
-        return "[" + ",".join(write_json(one, levels - 1) for one in value) + "]"
+        return "[" + ",".join(write_json(one, rest, levels - 1) for one in value) + "]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class StreamWriter:
     """Events of one stream."""
 
-    def event(self, value: dict[str, Any]) -> str:
+    def event(self, value: dict[str, Any], rest: Rest = no_rest) -> str:
         """An event of JSON."""
-        return f"data: {write_json(value)}\n\n"
+        return f"data: {write_json(value, rest)}\n\n"
 
     def done(self) -> str:
         """The event that ends OpenAI's streams."""
