@@ -1,6 +1,7 @@
 """A whole analysis: which replays it makes, what it says, its spoilers and its fleet; tasks in processes."""
 
 import gc
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,11 @@ from tests.analysis.test_replay import PRICES, SIZE, log_of
 from trunkattn.analysis import analyze as module
 from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.html import to_html
 from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.parallel import run_all
 from trunkattn.analysis.records import FleetReplay, Log, LoggedRequest, Replay
+from trunkattn.analysis.report import to_dict
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.analysis.timed import ALONE, SHARED
 from trunkattn.analysis.words import overload, verdict
@@ -121,6 +124,7 @@ def test_a_spoiler_is_told_with_the_gain_that_a_replay_finds() -> None:
 
 def verdict_of(tpot_ms: float, shared_tpot_ms: float, **change: Any) -> str:
     found = analyze(log(log_of(4, 1, 1)), replace(SETTINGS, concurrencies=())).replays[0]
+    change = {"kv_bytes": 100.0, "unique_kv_bytes": 50.0} | change
     return verdict([replace(found, tpot_ms=tpot_ms, shared_tpot_ms=shared_tpot_ms, **change)])
 
 
@@ -130,6 +134,28 @@ def test_a_verdict_is_honest() -> None:
     assert "costs 5 % of the time per token." in verdict_of(10.0, 10.5)
     assert "at a time (as logged) reading" in verdict_of(10.0, 9.9)
     assert "at a time reading" in verdict_of(10.0, 9.9, name="1 at a time")
+    nothing = "saves nothing, because requests that decode together share nothing"
+    assert f"{nothing}." in verdict_of(10.0, 9.9, unique_kv_bytes=100.0)
+    assert f"{nothing}; this library's attention makes the time per token 5 % shorter without it." in verdict_of(
+        10.0, 9.5, unique_kv_bytes=99.9
+    )
+    assert "makes the time per token 5 % longer without it." in verdict_of(10.0, 10.5, unique_kv_bytes=100.0)
+
+
+def test_a_short_prompt_with_a_long_answer_is_not_priced_by_its_first_step() -> None:
+    """Launches of attention do not grow with the tokens, so a request alone takes about as long both ways."""
+    alone = LoggedRequest(1, None, 1, 256, np.array([7], np.int64), 16)
+    (replay,) = analyze(log([alone]), replace(SETTINGS, concurrencies=(1,))).replays
+    assert abs(replay.tpot_ms - replay.shared_tpot_ms) < 0.03 * replay.tpot_ms
+    assert replay.tpot_ms < 7
+
+
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    """As of a classifier."""
+    found = analyze(log([replace(each, num_output_tokens=1) for each in log_of(6, 10, 2)]), SETTINGS)
+    assert {each.tpot_ms for each in found.replays} == {0.0}
+    assert "Time per token against" not in to_html(found)
+    json.dumps(to_dict(found), allow_nan=False)
 
 
 def test_an_engine_that_does_not_keep_up_is_told() -> None:

@@ -293,6 +293,12 @@ def canned(rng: random.Random, words: Words) -> list[str]:
     return [f"{head}{words(3)}\n<|assistant|>\n{answer}\n<|user|>\n{words(20)}" for _ in range(40)]
 
 
+def retrieved(rng: random.Random, words: Words) -> list[str]:
+    """A few short pieces of documents behind one system prompt: equal ones often stand behind another piece."""
+    system, pieces = words(rng.randint(10, 100)), [words(rng.randint(40, 90)) for _ in range(40)]
+    return ["\n\n".join([system, *rng.sample(pieces, 3), words(9)]) for _ in range(100)]
+
+
 def unrelated(rng: random.Random, words: Words) -> list[str]:
     """Prompts that have nothing in common."""
     return [words(rng.randint(1, 300)) for _ in range(40)]
@@ -305,7 +311,7 @@ def repeated(rng: random.Random, words: Words) -> list[str]:
 
 
 @pytest.mark.property
-@pytest.mark.parametrize("make", [questions, documents, conversations, canned, unrelated, repeated])
+@pytest.mark.parametrize("make", [questions, documents, conversations, canned, retrieved, unrelated, repeated])
 @settings(max_examples=fraction(6))
 @given(seed=SEEDS)
 def test_a_clean_log_has_none(make: Callable[[random.Random, Words], list[str]], seed: int) -> None:

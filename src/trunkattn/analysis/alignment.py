@@ -23,6 +23,8 @@ from trunkattn.analysis.varying import (
 ANCHOR: Final = 32  # characters by which a shared part is found again
 MIN_SHARED: Final = 256  # characters of a shared part that are worth a word
 MAX_VARYING: Final = 1024  # characters of a field; what is longer is a prompt's own text
+# Documents that were looked up for a prompt are about as long as each other, so one in front of another is no field.
+_TIMES: Final = 4  # as much must be shared behind what is of no known kind
 MAX_REORDERED: Final = 1 << 15  # characters of a list of tools
 MAX_SHARED: Final = 1 << 18  # characters of a shared part that are compared
 MAX_FIELDS: Final = 8  # that follow each other in one group of prompts
@@ -127,6 +129,8 @@ def _moving(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int]] 
         mean_length = (sum(ends) - sum(places)) / len(ends)
         if len(shared) >= max(MIN_SHARED, mean_length):
             kind, lead = kind_of([Example(*example) for example in zip(texts, places, ends, strict=True)])
+            if kind == "text" and len(shared) < _TIMES * mean_length:
+                return None
             return Field(kind, places[0] - lead, ends[0], shared), ends
     return None
 

@@ -189,7 +189,7 @@ def _time_saved(moment: Moment) -> float | None:
 
 def concurrency_chart(analysis: Analysis) -> Chart | None:
     """The time per token against the requests at a time, one by one and shared; None: there are fewer than two."""
-    loops = [replay for replay in figures.closed_loops(analysis) if replay.num_output_tokens]
+    loops = [replay for replay in figures.closed_loops(analysis) if replay.tpot_ms > 0]
     if len(loops) < 2:
         return None
     top = 1.08 * max(max(replay.tpot_ms, replay.shared_tpot_ms) for replay in loops)

@@ -179,11 +179,12 @@ class Prices:
             priced: its tokens, and its tokens with each shared one counted once.
             tokens, unique_tokens: [steps] of the steps.
         """
-        fixed_us = min(self.shape.num_layers * self.times.flash_us, times.shared_us, times.alone_us)
+        launches_us = self.shape.num_layers * self.times.flash_us
+        fixed_us, shared_fixed_us = min(launches_us, times.alone_us), min(launches_us, times.shared_us)
         more, unique_more = tokens / max(1, priced[0]), unique_tokens / max(1, priced[1])
         read_share = priced[1] / max(1, priced[0]) / 2  # of the time that follows what leaves memory
         alone = fixed_us + (times.alone_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
-        return alone, fixed_us + (times.shared_us - fixed_us) * unique_more
+        return alone, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
 
     def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
         """FlashAttention of one layer. tokens: that its sequences see, in all; unique_tokens: with each shared one

@@ -10,6 +10,7 @@ from trunkattn.analysis.records import FleetReplay, Log, Replay, Spoiler
 from trunkattn.analysis.simulated import EngineSize
 
 _WORTH: Final = 0.02  # gains below this are nothing
+_NO_READS: Final = 0.005  # share of the KV reads below which nothing is shared
 _OVERLOADED_S: Final = 30.0  # mean time to the first token from which an engine does not keep up
 
 
@@ -19,15 +20,22 @@ def verdict(replays: Sequence[Replay]) -> str:
     gain = figures.time_saved(first)
     name = "" if figures.is_closed(first) else f" ({first.name})"
     text = f"At {_at_a_time(first)} at a time{name} reading shared prefixes once "
-    if gain < -_WORTH:
+    if figures.reads_saved(first) < _NO_READS:
+        text += "saves nothing, because requests that decode together share nothing"
+        if abs(gain) >= _WORTH:
+            more = "shorter" if gain > 0 else "longer"
+            text += (
+                f"; this library's attention makes the time per token {figures.percent(abs(gain))} {more} without it"
+            )
+    elif gain < -_WORTH:
         text += f"costs {figures.percent(-gain)} of the time per token"
     elif gain < _WORTH:
         text += f"gains {figures.percent(abs(gain))}, which is nothing"
     else:
         before, after = figures.milliseconds(first.tpot_ms), figures.milliseconds(first.shared_tpot_ms)
         text += f"takes {figures.percent(gain)} off the time per token, {after} instead of {before}"
-    best = max(replays, key=figures.time_saved)
-    if figures.time_saved(best) > gain + _WORTH:
+    best = max(replays, key=lambda replay: (figures.reads_saved(replay) >= _NO_READS, figures.time_saved(replay)))
+    if figures.time_saved(best) > gain + _WORTH and figures.reads_saved(best) >= _NO_READS:
         text += f"; at {_at_a_time(best)} at a time it would take {figures.percent(figures.time_saved(best))} off"
     return f"{text}."
 
