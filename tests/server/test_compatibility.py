@@ -54,6 +54,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "safety_identifier": "s",
         "modalities": ["text"],
     },
+    "nothing of what there is not": {
+        "use_beam_search": False,
+        "functions": [],
+        "documents": [],
+        "web_search_options": {},
+        "guided_json": "",
+    },
     "an unknown name": {"provider": {"order": ["x"]}},
 }
 
@@ -78,7 +85,7 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"max_token": 5}, "max_token=5: did you mean max_tokens?"),
         ({"temprature": 0}, "temprature=0: did you mean temperature?"),
         ({"max_new_tokens": 5}, "expected max_tokens instead"),
-        ({"guided_json": {}}, "expected structured_outputs instead"),
+        ({"guided_json": {"type": "object"}}, "expected structured_outputs instead"),
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
     ],
 )

@@ -86,9 +86,16 @@ def _first(error: ValidationError) -> BadRequest:
 
 def _first_of(errors: Sequence[Any]) -> Any:
     """The first error; of alternatives that a value could be, that of the one in which most of it is right."""
+    if not _is_of_type(errors[0]):
+        return errors[0]
     place = errors[0]["loc"][:-1]
     alike = [each for each in errors if each["loc"][: len(place)] == place] if place else errors[:1]
-    return max(alike, key=lambda each: len(each["loc"])) if str(errors[0]["type"]).endswith("_type") else errors[0]
+    return max(alike, key=lambda each: (len(each["loc"]), not _is_of_type(each)))
+
+
+def _is_of_type(error: Any) -> bool:
+    """Whether an error says that a value is not of an alternative's type."""
+    return str(error["type"]).endswith("_type") or error["type"] == "literal_error"
 
 
 def _name(location: Sequence[int | str]) -> str:

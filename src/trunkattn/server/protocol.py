@@ -56,7 +56,7 @@ class Body(BaseModel):
     Attributes:
         most_values: values that JSON of it may hold, in all.
         without_effect: documented names that change nothing here.
-        refused: documented names that would change the answer, and what to do instead.
+        refused: documented names that would change the answer, and what to do instead; but for False and what is empty.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -78,6 +78,8 @@ class Body(BaseModel):
             if name in cls._names:
                 taken[name] = value
             elif name in cls.refused:
+                if value is False or value in ("", [], {}):  # it asks for nothing
+                    continue
                 raise _refuse("refused_field", f"{name}={shown(value)}: {cls.refused[name]}")
             elif name not in cls.without_effect:
                 cls._unknown(name, value, reading)
@@ -275,15 +277,6 @@ class CompletionRequest(Sampling):
     echo: bool = False
     logprobs: Annotated[int, Field(le=LIMITS.logprobs)] | None = None
     best_of: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_suffix(cls, given: Any) -> Any:
-        return (
-            {name: value for name, value in given.items() if (name, value) != ("suffix", "")}
-            if isinstance(given, dict)
-            else given
-        )
 
 
 def _text_type(given: Any) -> Any:
