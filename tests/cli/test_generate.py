@@ -178,7 +178,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--temperature", "hot"], ["--temperature", "'hot'", "a number"]),
         (["--top-p", "1.5"], ["--top-p", "1.5", "(0, 1]"]),
         (["--top-k", "-2"], ["--top-k", "-2", "an integer from -1 to"]),
-        (["-n", "0"], ["--n", "0", "an integer of at least 1"]),
+        (["-n", "0"], ["--n", "0", "an integer from 1 to 16384"]),
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--logprobs", "-1"], ["--logprobs", "-1"]),
         (["--logprobs", "99999999"], ["--logprobs", "99999999"]),
@@ -201,7 +201,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--device", "abacus"], ["--device", "abacus", "auto, cpu, cuda"]),
         (["--device", "meta"], ["--device", "meta", "auto, cpu, cuda"]),
         (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "2", "a number in (0, 1]"]),
-        (["--max-num-seqs", "0"], ["--max-num-seqs", "0", "an integer of at least 1"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "0", "an integer from 1 to 65536"]),
         (["--max-num-batched-tokens", "255"], ["--max-num-batched-tokens", "255", "at least --max-num-seqs=256"]),
         (["--prompt", " "], ["--prompt", "expected text"]),
         (["--prompt-file", "a.txt"], ["--prompt-file", "one of the two"]),
@@ -225,6 +225,7 @@ def test_a_bad_value_is_named(tiny_folder: Path, arguments: list[str], expected:
         ([], ["--model"]),
         (["--model", "nowhere"], ["--model", "nowhere", "no such file"]),
         (["--model", __file__], ["--model", "GGUF"]),
+        (["--model", str(Path(__file__).parent)], ["--model", "there is no config.json in this folder"]),
     ],
 )
 def test_a_bad_model_is_named(arguments: list[str], expected: list[str]) -> None:

@@ -12,6 +12,7 @@ from torch import zeros
 
 from trunkattn.engine.model import inspect_model
 from trunkattn.engine.model_files import check_gguf, check_safetensors, find_model_files
+from trunkattn.engine.model_path import existing_path
 
 
 @pytest.fixture
@@ -101,6 +102,8 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         check_gguf(tmp_path / "empty.gguf")
     with pytest.raises(ValueError, match="no such file or folder"):
         find_model_files(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"there is no config\.json in this folder; expected a local Hugging Face"):
+        existing_path(tmp_path)
     with pytest.raises(ValueError, match=r"m\.gguf.*safetensors cannot open it"):
         check_safetensors(tmp_path / "m.gguf")
     with pytest.raises(TypeError, match="model=None"):

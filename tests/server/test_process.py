@@ -131,7 +131,12 @@ def test_a_port_that_is_taken(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--port", 70_000, "expected"), ("--tool-call-parser", "x", "expected one of"), ("--max-waiting", 0, "expected")],
+    [
+        ("--port", 70_000, "expected"),
+        ("--tool-call-parser", "x", "expected one of"),
+        ("--max-waiting", 0, "expected"),
+        ("--allowed-host", "", "expected a name that is not empty"),
+    ],
 )
 def test_a_bad_option(folder: Path, option: str, value: object, message: str) -> None:
     environment = os.environ | {"COLUMNS": "200"}

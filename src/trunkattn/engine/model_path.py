@@ -9,7 +9,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 
 
 def existing_path(model: object) -> Path:
-    """The path that `model` is. What the file or folder holds is not looked at.
+    """The path that `model` is. A folder has a config.json; nothing is read.
 
     Raises:
         TypeError, ValueError: naming the path: it is none, or nothing is there. A name of a model on Hugging Face is
@@ -18,8 +18,10 @@ def existing_path(model: object) -> Path:
     if not isinstance(model, str | Path):
         raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
     path = Path(model).expanduser()
-    if path.is_dir() or path.is_file():
+    if path.is_file() or (path / "config.json").is_file():
         return path
+    if path.is_dir():
+        raise ValueError(f"model={str(model)!r}: there is no config.json in this folder; expected {EXPECTED_MODEL}")
     if HUB_NAME.fullmatch(str(model)):
         raise ValueError(
             f"model={str(model)!r}: there is no such file or folder, and models are not downloaded from Hugging Face "

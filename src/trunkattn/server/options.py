@@ -62,6 +62,9 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or any(character.isspace() for character in key):
                 raise ValueError("api_key: expected ASCII text without spaces that is not empty")
+        for name in ("allowed_hosts", "allowed_origins"):
+            if not all(getattr(self, name)):
+                raise ValueError(f"{name.removesuffix('s')}='': expected a name that is not empty")
         check_bool("strict_requests", self.strict_requests)
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             names = ", ".join(TOOL_CALL_PARSERS)
