@@ -3,13 +3,13 @@
 
 The race checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
 reports what one warp wrote ahead of a barrier and another read behind it, also in CUDA C++ with nothing but
-`bar.sync 1, 256` between them. Two kinds of such reports are counted and set aside, each only if the checker makes them
-of a control, too, a kernel of a few lines in test_warp_specialization.py:
+`bar.sync 1, 256` between them. Two kinds of such reports are counted and set aside:
 
 - Triton hands the number and the arguments of a partition to its warps by accesses that belong to lines of the kernel
-  on which nothing of ours is shared: its `def`, and where warp specialization begins and ends.
-- A partition hands a value to another by shared memory and a named barrier or an mbarrier: in the source, the barrier
-  that comes behind the write is the one ahead of the read.
+  on which nothing of ours is shared: its `def`, and where warp specialization begins and ends. They are set aside if
+  the checker makes them of `warp_specialized_kernel` too, whose partitions share nothing but barriers.
+- A partition hands a value to another by shared memory and a named barrier or an mbarrier, and the source shows it: the
+  barrier that comes behind the write is the one ahead of the read. The machine code has it there as well.
 
 It does not see what TMA writes: a producer that does not wait for the consumers is reported like one that waits. That
 producers wait, `tests/gpu/test_compile.py` sees in the compiled code.
@@ -33,7 +33,7 @@ OF_OTHERS = ["--kernel-name-exclude", "regex=^_Z|gemm|cutlass|cudnn|cublas"]  # 
 CHECKER = ["compute-sanitizer", *OF_OTHERS, "--show-backtrace", "no", "--tool"]
 RACECHECK = ["racecheck", "--racecheck-report", "hazard", "--print-limit", "100000000"]
 MEMCHECK = ["memcheck", "--error-exitcode", "1"]
-CONTROLS = ("warp_specialized_kernel", "exchanging_kernel")
+CONTROL = "warp_specialized_kernel"
 CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
 HAND_OVER, NAMED, MBARRIER = "Triton's hand-over to partitions", "ordered by a named barrier", "ordered by an mbarrier"
 BARRIERS = {"barrier_sync": NAMED, "barrier_arrive": NAMED}
@@ -154,10 +154,10 @@ def hazards_in(report: str) -> Counter[Hazard]:
 
 def verdict(hazards: Counter[Hazard]) -> tuple[list[str], bool]:
     """A line for each place, and whether no place is a race."""
-    excused = {hazard.order for hazard in hazards if hazard.first.kernel in CONTROLS} - {None}
+    control = any(hazard.first.kernel == CONTROL for hazard in hazards)
     places = Counter[tuple[Any, ...]]()
     for hazard, count in hazards.items():
-        order = hazard.order if hazard.order in excused else None
+        order = hazard.order if control or hazard.order != HAND_OVER else None
         place = (hazard.kind, *hazard.first[2:], hazard.second[2:], order or "a race")
         places[place] += count
     lines = []
