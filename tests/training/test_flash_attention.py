@@ -234,6 +234,7 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "v is a NoneType: expected a torch.Tensor", {"v": None}),
     (ValueError, "q is on meta: expected cpu or cuda", {"q": Q.to("meta")}),
     (ValueError, "k is on meta: expected cpu or cuda", {"k": K.to("meta")}),
+    (ValueError, "q has layout torch.sparse_coo: expected a dense tensor", {"q": Q.detach().to_sparse()}),
     (TypeError, "q has dtype torch.int64: expected one of torch.float16, torch.bfloat16", {"q": Q.long()}),
     (TypeError, "k has dtype torch.float16: expected torch.float32, like q", {"k": K.half()}),
     (ValueError, "q has shape (5, 4, 8): expected 4 dimensions", {"q": Q[0]}),

@@ -87,6 +87,8 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} has layout {tensor.layout}: expected a dense tensor")
         dtypes = DTYPES.get(tensor.device.type)
         if dtypes is None or tensor.device != q.device:
             expected = "cpu or cuda" if dtypes is None else f"{q.device}, like q"

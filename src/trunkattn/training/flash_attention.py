@@ -68,8 +68,7 @@ def flash_attention(
         out like q, as wide as v; with return_lse also lse [..., num_qo_heads], float32 (float64 for float64). A query
         that sees no key has output 0, gradient 0, and lse -inf or its sink.
 
-    Gradients of gradients raise, and forward-mode differentiation finds no tangent. In our own kernels torch.func.grad
-    raises, too.
+    Gradients of gradients and forward-mode differentiation raise. In our own kernels torch.func.grad raises, too.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.

@@ -174,6 +174,21 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
         {"tree": PrefixTree.from_segments([-1], [5]), "position_ids": torch.arange(4)[None], "rows": 1},
     ),
     ("attention_mask has shape (2, 1, 5, 5)", {"attention_mask": torch.ones(2, 1, 5, 5)}),
+    ("attention_mask has shape (2, 7): expected (2, 5), one for each", {"attention_mask": torch.ones(2, 7)}),
+    (
+        "attention_mask has shape (1, 5) beside tree: expected none, as a tree has no padding",
+        {"tree": PrefixTree.from_segments([-1], [5]), "attention_mask": torch.zeros(1, 5), "rows": 1},
+    ),
+    ("cu_seq_lens_k is None: expected both of", {"cu_seq_lens_q": torch.tensor([0, 10])}),
+    (
+        "tree and cu_seq_lens_q are both given: expected one",
+        {
+            "tree": PrefixTree.from_segments([-1], [5]),
+            "cu_seq_lens_q": torch.tensor([0, 5]),
+            "cu_seq_lens_k": torch.tensor([0, 5]),
+            "rows": 1,
+        },
+    ),
 )
 
 
@@ -183,6 +198,21 @@ def test_what_is_not_there_is_refused(message: str, options: dict[str, Any]) -> 
     q = Q[: options.pop("rows", 2)]
     with pytest.raises(ValueError, match=re.escape(message)):
         attend(nn.Module(), q, q, q, **({"attention_mask": None} | options))
+
+
+def test_position_ids_are_looked_at_again_when_they_are_others() -> None:
+    """A tensor that took the place of one that was right, and one that was written to."""
+    tree, q = PrefixTree.from_segments([-1, 0, 0], [1, 1, 3]), Q[:1]
+    right = tree.pack().position_ids[None].clone()
+    for _ in range(2):
+        attend(nn.Module(), q, q, q, None, tree=tree, position_ids=right)
+    right[0, 2] = 4
+    with pytest.raises(ValueError, match=r"position_ids\[2\]=4: expected 1"):
+        attend(nn.Module(), q, q, q, None, tree=tree, position_ids=right)
+    for length in (5, 4, 3):
+        attend(nn.Module(), q, q, q, None, tree=tree, position_ids=tree.pack().position_ids[None].clone())
+        with pytest.raises(ValueError, match="position_ids"):
+            attend(nn.Module(), q, q, q, None, tree=tree, position_ids=torch.arange(length)[None])
 
 
 def test_masks_that_are_not_there_are_refused() -> None:

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from trunkattn import PrefixTree, flash_attention
 
 NAME: Final = "trunkattn"
+_CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.
 _ABSENT: Final = frozenset({"output_attentions", "position_bias", "head_mask", "cache", "block_table", "num_splits"})
 
@@ -107,6 +108,7 @@ def attend(
         ValueError: an option asks for what `flash_attention` does not have.
     """
     _refuse(options)
+    _check_packing(len(query), query.shape[2], attention_mask, tree, options)
     given: dict[str, Any] = {
         "sm_scale": options.get("scaling"),
         "sliding_window": options.get("sliding_window"),
@@ -119,8 +121,6 @@ def attend(
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     sums = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if tree is not None:
-        if len(q) != 1:
-            raise ValueError(f"tree is given with a batch of {len(q)} rows: expected one row, its packed tokens")
         _check_positions(tree, options.get("position_ids"))
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     if sums[0] is None and attention_mask is not None and attention_mask.dim() == 1:
@@ -131,11 +131,6 @@ def attend(
         return _one(flash_attention(flat[0], flat[1], flat[2], causal, **given)).unflatten(0, q.shape[:2]), None
     if attention_mask is None:
         return _one(flash_attention(q, k, v, causal, **given)), None
-    if attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: attn_implementation={NAME!r} takes one of "
-            "(batch, tokens), packed sequences or a tree"
-        )
     kept = attention_mask.bool()
     lengths = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
     given |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
@@ -144,24 +139,54 @@ def attend(
     return out.index_put((kept,), found), None
 
 
+def _check_packing(
+    rows: int, tokens: int, mask: torch.Tensor | None, tree: PrefixTree | None, options: dict[str, Any]
+) -> None:
+    """Raises unless at most one thing says which tokens belong together, and it fits the batch."""
+    given = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if options.get(name) is not None]
+    if len(given) == 1:
+        missing = "cu_seq_lens_k" if given == ["cu_seq_lens_q"] else "cu_seq_lens_q"
+        raise ValueError(f"{missing} is None: expected both of cu_seq_lens_q and cu_seq_lens_k, or neither")
+    shape = None if mask is None else tuple(mask.shape)
+    if tree is not None and rows != 1:
+        raise ValueError(f"tree is given with a batch of {rows} rows: expected one row, its packed tokens")
+    if tree is not None and given:
+        raise ValueError("tree and cu_seq_lens_q are both given: expected one of them, as a tree holds its sequences")
+    if tree is not None and shape is not None and len(shape) != 1:
+        raise ValueError(f"attention_mask has shape {shape} beside tree: expected none, as a tree has no padding")
+    if shape is None or len(shape) == 1 or given:
+        return
+    if len(shape) != 2:
+        raise ValueError(
+            f"attention_mask has shape {shape}: attn_implementation={NAME!r} takes one of (batch, tokens), packed "
+            "sequences or a tree"
+        )
+    if shape != (rows, tokens):
+        raise ValueError(f"attention_mask has shape {shape}: expected {(rows, tokens)}, one for each token of q")
+
+
 def _check_positions(tree: PrefixTree, position_ids: torch.Tensor | None) -> None:
     """Raises if a model that names its positions has others than the tree; it reads them once for a forward pass."""
     if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
+    known = getattr(position_ids, _CHECKED, None)  # on the tensor: another one may get its place in memory later
+    if known is not None and known[0] is tree and known[1] == version(position_ids):
+        return
+    found, expected = position_ids.flatten().cpu(), tree.pack().position_ids
+    if len(found) != len(expected):
+        raise ValueError(f"position_ids has {len(found)} entries: expected {len(expected)}, the tree's tokens")
+    wrong = (found != expected).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, the number of the token's "
+            "ancestors; use tree.pack().position_ids"
+        )
+    setattr(position_ids, _CHECKED, (tree, version(position_ids)))
 
-    def check() -> bool:
-        found, expected = position_ids.flatten().cpu(), tree.pack().position_ids
-        if len(found) != len(expected):
-            raise ValueError(f"position_ids has {len(found)} entries: expected {len(expected)}, the tree's tokens")
-        wrong = (found != expected).nonzero().flatten().tolist()
-        if wrong:
-            raise ValueError(
-                f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, the number of the token's "
-                "ancestors; use tree.pack().position_ids"
-            )
-        return True
 
-    tree.cached(("position_ids", id(position_ids), position_ids._version), check)
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to; those of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _one(out: Any) -> torch.Tensor:

@@ -5,17 +5,26 @@ TRL copies the keys and values of every path from a root to a segment. The same 
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from trunkattn.integrations.transformers.attention import attend
+from trunkattn.integrations.transformers.attention import attend, version
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.training.tree_formats import from_paths
 
 _MODULE: Final = "trl.experimental.async_grpo.packing"
 _KEPT: Final = "_trunkattn_tree"  # on the tensor that names it, so that it lives as long as its batch
+
+
+class _Known(NamedTuple):
+    """The tree of a batch, and what it was made of besides the tensor that it is kept on."""
+
+    tree: PrefixTree
+    starts: torch.Tensor
+    ends: torch.Tensor
+    versions: list[int]
 
 
 def replace_tree_attention(packing: ModuleType | None = None) -> None:
@@ -38,16 +47,24 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """TRL's function of this name, with its arguments: `tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`,
     `tree_max_seqlen_q`, `tree_max_seqlen_k`. q, k and v are [1, heads, tokens, head_dim]."""
-    paths = [options.pop(f"tree_{name}") for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")]
+    names = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+    missing = [name for name in names if not isinstance(options.get(name), torch.Tensor)]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is no tensor: expected {', '.join(names)}, as TRL's packing of trees makes them"
+        )
+    paths = [options.pop(name) for name in names]
     for name in ("tree_max_seqlen_q", "tree_max_seqlen_k"):
         options.pop(name, None)
-    return attend(module, query, key, value, None, tree=_tree_of(*paths), **options)
+    return attend(module, query, key, value, None, tree=_tree_of(paths), **options)
 
 
-def _tree_of(kv_index: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> PrefixTree:
+def _tree_of(paths: list[torch.Tensor]) -> PrefixTree:
     """The tree of a batch, made by its first layer."""
-    tree: PrefixTree | None = getattr(kv_index, _KEPT, None)
-    if tree is None:
-        tree = from_paths(kv_index, cu_seqlens_q, cu_seqlens_k)
-        setattr(kv_index, _KEPT, tree)
+    known: _Known | None = getattr(paths[0], _KEPT, None)
+    versions = [version(tensor) for tensor in paths]
+    if known is not None and known.versions == versions and known.starts is paths[1] and known.ends is paths[2]:
+        return known.tree
+    tree = from_paths(*paths)
+    setattr(paths[0], _KEPT, _Known(tree, paths[1], paths[2], versions))
     return tree
