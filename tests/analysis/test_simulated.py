@@ -16,6 +16,7 @@ from tests.analysis.logs_of_tokens import Numbering, Prompt, random_prompts
 from trunkattn import LLM
 from trunkattn.analysis.sequences import TokenSource
 from trunkattn.analysis.simulated import EngineSize, Job, SimulatedEngine
+from trunkattn.engine.assembly import keys_per_token
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
@@ -217,6 +218,6 @@ def test_hits_and_pages_are_those_of_an_engine_with_a_model(tiny_llama: Path, se
     states: list[State] = []
     prompts = random_prompts(np.random.default_rng(seed), 10, 8, vocabulary=256, most=60)
     asked = asked_of(llm.engine, prompts, states)
-    told = list(replayed(asked, size, 8))
+    told = list(replayed(asked, replace(size, keys_per_token=keys_per_token(llm.info)), 8))
     assert told == [states[each.step - 1] for each in told]
     assert (told[-1].step, told[-1].hits > 0) == (len(states), True)

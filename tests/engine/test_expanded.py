@@ -254,6 +254,7 @@ def test_answers_do_not_depend_on_how_prompts_are_chunked(
 def test_what_the_engine_reads_counts_both_forms(
     tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trunkattn.engine.llm.keys_per_token", lambda info: None)  # or the second chunk is shorter
     params, prompt = SamplingParams(temperature=0, max_tokens=1), [list(range(1, 101))]
     llm = LLM(tiny_model("deepseek_v3").path, num_pages=40, max_num_seqs=4, max_num_batched_tokens=50)
     llm.generate(prompt, params)

@@ -24,7 +24,11 @@ _PARAMS: Final = SamplingParams(ignore_eos=True, detokenize=False)
 
 @dataclass(frozen=True)
 class EngineSize:
-    """The bounds of an engine; see `EngineConfig`."""
+    """The bounds of an engine; see `EngineConfig`.
+
+    keys_per_token: of our own engine, which shortens late chunks of long prompts; see `Scheduler`. None: chunks have as
+    many tokens as a step allows, as in vLLM.
+    """
 
     num_pages: int
     page_size: int = 16
@@ -32,6 +36,7 @@ class EngineSize:
     max_num_batched_tokens: int = 8192
     scheduler_policy: str = "chunked_prefill"
     enable_prefix_caching: bool = True
+    keys_per_token: int | None = None
 
     def fits(self, request: LoggedRequest, num_output_tokens: int) -> bool:
         """Whether each of the request's answers can be generated at all."""
@@ -87,7 +92,13 @@ class SimulatedEngine:
 
     def __init__(self, size: EngineSize, source: TokenSource) -> None:
         self.cache = CacheManager(size.num_pages, size.page_size, size.enable_prefix_caching)
-        self.scheduler = Scheduler(self.cache, size.max_num_seqs, size.max_num_batched_tokens, size.scheduler_policy)
+        self.scheduler = Scheduler(
+            self.cache,
+            size.max_num_seqs,
+            size.max_num_batched_tokens,
+            size.scheduler_policy,
+            size.keys_per_token,
+        )
         self._source = source
         self._jobs: dict[str, Job] = {}
         self._num_sequences = 0
