@@ -9,7 +9,8 @@ reports what one warp wrote ahead of a barrier and another read behind it, also 
   on which nothing of ours is shared: its `def`, and where warp specialization begins and ends. They are set aside if
   the checker makes them of `warp_specialized_kernel` too, whose partitions share nothing but barriers.
 - A partition hands a value to another by shared memory and a named barrier or an mbarrier, and the source shows it: the
-  barrier that comes behind the write is the one ahead of the read. The machine code has it there as well.
+  barrier that comes behind the write is the one ahead of the read. No control shows that the checker errs here, so this
+  is what the source says and no proof.
 
 It does not see what TMA writes: a producer that does not wait for the consumers is reported like one that waits. That
 producers wait, `tests/gpu/test_compile.py` sees in the compiled code.
