@@ -86,7 +86,7 @@ def row_of(shape: Shape, attentions: list[str], device: str, timed: bool = True)
         )  # fmt: skip
         print(f"{shape.name}: {name} {shown(row[name])}", flush=True)
     if "default" in row:
-        row["default"]["kernel"] = training_kernel(inputs.q, Work.BATCH)
+        row["default"]["kernel"] = training_kernel(inputs.q, inputs.k, Work.BATCH)
     return row
 
 

@@ -55,16 +55,25 @@ def own_flash_attention(
     """`flash_attention` by kernels of this project, where by default a cuDNN computes."""
     tables = tables_of(tree=None if tree is None else tree.tables(q.device))
     switches = [int(causal or tree is not None), UNLIMITED, int(deterministic)]
-    return training_op(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return training_op(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def training_kernel(q: torch.Tensor, work: Work) -> str:
-    """What `flash_attention` takes by default for a batch or a tree of q's dtype and head_dim: a kernel of the table
-    that computes both passes, else our own ones."""
+def training_kernel(q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
+    """What `flash_attention` takes by default for a batch or a tree of the dtype, head_dim and heads of q and k: a
+    kernel of the table that computes both passes, or one for each."""
     if not q.is_cuda:
         return "CPU"
-    kernel = choose(work, TrainingConfig(q.shape[-1], q.dtype, q.shape[-1]), card_at(q.device)).kernel
-    return "own kernels" if kernel is None else kernel.name
+    card, config = card_at(q.device), TrainingConfig(q.shape[-1], q.dtype, q.shape[-1], (), q.shape[-2] != k.shape[-2])
+    if kernel := choose(work, config, card).kernel:
+        return kernel.name
+    forward = config._replace(options=("tree",) * (work is Work.TREE))
+    passes = choose(Work.FORWARD, forward, card), choose(Work.BACKWARD, config, card)
+    return ", ".join(choice.kernel.name for choice in passes if choice.kernel)
 
 
 def tree_intervals(tree: PrefixTree, device: torch.device) -> torch.Tensor:

@@ -119,8 +119,9 @@ def batches() -> Section | None:
     text = f"""## Batches beside peers
 
 TFLOP/s forward / backward, bf16, FlashAttention-3 forward only. "TrunkAttention" is what a user of `flash_attention`
-gets, which is PyTorch's cuDNN where that computes the same; "own kernels" are what it takes elsewhere. Then ratios of
-speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the faster of cuDNN and FlashAttention-4.
+gets: PyTorch's cuDNN for both passes, or for the forward pass where our own backward pass is faster. "Own kernels" are
+what it takes elsewhere. Then ratios of speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the
+faster of cuDNN and FlashAttention-4.
 {measured(everywhere)}
 
 {table(head, rows, 2)}

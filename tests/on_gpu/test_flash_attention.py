@@ -346,15 +346,20 @@ def test_what_cudnn_refuses_of_a_tree_is_computed(head_dims: tuple[int, int], he
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 104, 128])
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: int, heads: tuple[int, int]) -> None:
+    """Both passes, or the forward pass where our own backward pass is faster."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     q, k = (torch.zeros(2, 600, number, head_dim, device="cuda", dtype=dtype) for number in heads)
-    choice = choose(Work.BATCH, TrainingConfig(head_dim, dtype, head_dim), card_at(q.device))
-    if choice.kernel is None:
-        pytest.skip("; ".join(choice.reasons))
-    assert choice.kernel.source().reads(q, k, k, True)
+    config, card = TrainingConfig(head_dim, dtype, head_dim, (), heads[0] != heads[1]), card_at(q.device)
+    both, forward = choose(Work.BATCH, config, card), choose(Work.FORWARD, config, card).kernel
+    if both.kernel is not None:
+        assert both.kernel.source().reads(q, k, k, True)
+    elif forward is not None and forward.name == "cuDNN forward":
+        assert forward.source().reads(q, k, k)
+    else:
+        pytest.skip("; ".join(both.reasons))
     for lengths, causal in (((600, 600), True), ((300, 777), False)):
         check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)
 
@@ -371,7 +376,8 @@ def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tr
     card = card_at("cuda")
     if not card.why_not_hopper:
         for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "Hopper backward")):
-            kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim), card).kernel
+            options = ("tree" if is_tree else "cu_seqlens_q",) * (work is Work.FORWARD)
+            kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim, options, True), card).kernel
             assert kernel and kernel.name == name
             assert kernel.source().reads(*case.inputs[:3])
     check(case, False)

@@ -19,7 +19,7 @@ from trunkattn.training import op
 from trunkattn.training.hopper import forward as hopper
 from trunkattn.training.hopper.producer import _BAR_Q_EMPTY
 from trunkattn.training.sequences import OPTIONS, Sequences
-from trunkattn.training.spec import TrainingConfig, hopper_forward_tile
+from trunkattn.training.spec import UNEVEN, TrainingConfig, hopper_forward_tile
 
 from ..compiling import compile_report
 
@@ -29,7 +29,8 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 COMPILE = str(Path(__file__).with_name("hopper_report.py"))
 FEW = ("64/64 tree",)  # all others are left to `make test-compile`
 SPILLED_AT_MOST = 400  # bytes of a thread's stack with Triton 3.9, outside of the loop over blocks without a mask
-PLAIN = TrainingConfig(128, BF16, 128)
+NAME = "Hopper forward"
+PLAIN = TrainingConfig(128, BF16, 128, ("cu_seqlens_q",))  # which no other fast kernel computes
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param((), marks=pytest.mark.compile)])
@@ -82,8 +83,8 @@ def test_registers_suffice_for_its_warps() -> None:
 def test_what_it_refuses_goes_to_the_portable_kernel(changes: dict[str, Any], reason: str | None) -> None:
     choice = choose(Work.FORWARD, PLAIN._replace(**changes), ASSUMED)
     assert choice.kernel is not None
-    assert choice.kernel.name == ("portable forward" if reason else "Hopper forward")
-    assert choice.reasons == ((reason,) if reason else ())
+    assert choice.kernel.name == ("portable forward" if reason else NAME)
+    assert choice.passed_over.get(NAME) == ((reason,) if reason else None)
     assert choice.kernel.tiles(PLAIN._replace(**changes), ASSUMED)
 
 
@@ -91,7 +92,7 @@ def test_other_cards_have_the_portable_kernel() -> None:
     blackwell = Card(ASSUMED.facts._replace(capability=100), ASSUMED.model)
     choice = choose(Work.FORWARD, PLAIN, blackwell)
     assert choice.kernel and choice.kernel.portable
-    assert choice.reasons == ("compute capability 10.0: the fast kernels are for 9.0",)
+    assert choice.passed_over[NAME] == ("compute capability 10.0: the fast kernels are for 9.0",)
 
 
 def tensors(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +105,8 @@ def test_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
     q, k, v = tensors()
     portable = op.portable_kernel(Work.FORWARD).source()
     plain = Sequences(True, 0.1)
-    assert op._kernel(Work.FORWARD, (q, k, v), plain.options) is hopper
+    assert plain.layout(q, k) == (UNEVEN,)
+    assert op._kernel(Work.FORWARD, (q, k, v), plain.options) is hopper  # cuDNN's forward pass does not read them here
     for option in ({"sliding_window": 7}, {"soft_cap": 3.0}, {"sinks": torch.zeros(8)}):
         assert op._kernel(Work.FORWARD, (q, k, v), replace(plain, **option).options) is hopper
     odd = torch.zeros(v.numel() + 1, dtype=BF16)[1:].view(v.shape)

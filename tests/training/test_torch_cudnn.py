@@ -30,7 +30,13 @@ def why(capability: tuple[int, int] = (9, 0), **changes: Any) -> str:
 
 
 def test_who_computes_sequences_of_one_length() -> None:
-    assert why() == why((10, 0)) == why((10, 3)) == why(head_dim=64, head_dim_v=64) == ""
+    assert why() == why((10, 0)) == why((10, 3)) == why((10, 0), is_grouped=True) == ""
+    assert why(head_dim=32, head_dim_v=32) == why((10, 0), head_dim=64, head_dim_v=64) == ""  # no Hopper backward pass
+    assert why(is_grouped=True) == (
+        "head_dim 128, of values 128, of heads that are grouped: the Hopper backward pass is faster behind cuDNN's"
+        " forward pass"
+    )
+    assert "the Hopper backward pass is faster" in why(head_dim=64, head_dim_v=64)
     assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
     assert why(dtype=F32) == "dtype torch.float32: expected torch.float16 or torch.bfloat16"
     assert why(head_dim=256, head_dim_v=256) == "head_dim 256, of values 256: expected multiples of 8 to 128"
@@ -54,8 +60,8 @@ def test_what_it_has_not_goes_to_the_kernels_of_our_own(
 ) -> None:
     plain = Options(True, None, None, None, None, None, None, None, False, False)
     with card((9, 0)), FakeTensorMode():
-        q = torch.empty(2, lengths[0], 8, 64, device="cuda", dtype=BF16)
-        k = torch.empty(2, lengths[1], 2, 64, device="cuda", dtype=BF16)
+        q = torch.empty(2, lengths[0], 8, 128, device="cuda", dtype=BF16)
+        k = torch.empty(2, lengths[1], 8, 128, device="cuda", dtype=BF16)
         kernel = _whole_kernel(q, k, k, plain._replace(**changes))
     assert (kernel is not None and kernel.name == NAME) is taken
 
@@ -74,12 +80,12 @@ def test_outputs_and_gradients(
     causal: bool, lengths: tuple[int, int], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def elsewhere(q: Any, k: Any, v: Any, keeps_lse: bool, causal: bool, sm_scale: float) -> torch.Tensor:
+    def elsewhere(q: Any, k: Any, v: Any, keeps_lse: bool, causal: bool, sm_scale: float) -> tuple[torch.Tensor, None]:
         assert keeps_lse
         groups = num_kv_heads != 4
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale, enable_gqa=groups)
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale, enable_gqa=groups), None
 
-    monkeypatch.setattr(torch_cudnn, "_compute", elsewhere)
+    monkeypatch.setattr(torch_cudnn, "compute", elsewhere)
     torch.manual_seed(0)
     shapes = ((3, lengths[0], 4, 8), (3, lengths[1], num_kv_heads, 8), (3, lengths[1], num_kv_heads, 8))
     leaves = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

@@ -155,6 +155,13 @@ KERNELS: Final = (
         tiles=training.no_tiles,
     ),
     Kernel(
+        name="cuDNN forward",
+        work=Work.FORWARD,
+        module="trunkattn.training.cudnn_forward",
+        refuses=training.refuses_cudnn_forward,
+        tiles=training.no_tiles,
+    ),
+    Kernel(
         name="Hopper forward",
         work=Work.FORWARD,
         module=f"{training.HOPPER_MODULE}.forward",

@@ -22,7 +22,7 @@ import torch
 from torch import library
 
 from trunkattn.gpu.cards import card_at
-from trunkattn.gpu.kernel import Work, choose, portable_kernel
+from trunkattn.gpu.kernel import KERNELS, Work, choose, portable_kernel
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
@@ -58,22 +58,24 @@ def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
 
 
 def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType:
-    """The source of the kernel for some work on the card of q, k and v. The portable kernel stands in for one that
-    cannot read them. options: as of a `TrainingConfig`."""
-    q, _, v = tensors
-    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options)
-    source, portable = _sources(work, config, q.device)
-    return source if source is portable or source.reads(*tensors) else portable
+    """The source of the first kernel that computes some work on the card of q, k and v and can read them; the portable
+    kernel reads all. options: as of a `TrainingConfig`."""
+    q, k, v = tensors
+    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options, q.shape[-2] != k.shape[-2])
+    *fast, portable = _sources(work, config, q.device)
+    return next((source for source in fast if source.reads(*tensors)), portable)
 
 
 @lru_cache
-def _sources(work: Work, config: spec.TrainingConfig, device: torch.device) -> tuple[ModuleType, ModuleType]:
-    """The source of the kernel of the table, and of the one that stands in for it."""
-    choice = choose(work, config, card_at(device))
+def _sources(work: Work, config: spec.TrainingConfig, device: torch.device) -> tuple[ModuleType, ...]:
+    """The sources of the kernels of the table, in its order; the last one is portable."""
+    card = card_at(device)
+    choice = choose(work, config, card)
     if choice.kernel is None:
         *_, reasons = choice.passed_over.values()  # of the one that refuses least
         raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(reasons)}")
-    return choice.kernel.source(), portable_kernel(work).source()
+    fast = (kernel for kernel in KERNELS if kernel.work is work and not kernel.portable)
+    return *(each.source() for each in fast if not each.refuses(config, card)), portable_kernel(work).source()
 
 
 _OPTIONS: Final = (
@@ -95,8 +97,9 @@ def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: An
 
 
 def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
-    given = _sequences(*options)
-    forward = _kernel(Work.FORWARD, (q, k, v), given.options).forward
+    given, deterministic = _sequences(*options), bool(options[5][2])
+    asked = given.options + given.layout(q, k) + ("deterministic",) * deterministic
+    forward = _kernel(Work.FORWARD, (q, k, v), asked).forward
     with torch.cuda.device(q.device):  # launches go to the current device
         found: Pair = forward(q, k, v, given)
     return found

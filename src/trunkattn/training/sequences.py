@@ -8,6 +8,7 @@ import torch
 
 from trunkattn.gpu.bound import is_aligned
 from trunkattn.planner.work_list import UNLIMITED
+from trunkattn.training.spec import UNEVEN
 
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
 
@@ -88,6 +89,14 @@ class Sequences:
         """The arguments of `flash_attention` that are given and not every kernel has."""
         given = (self.sliding_window, self.soft_cap, self.sinks)
         return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value is not None)
+
+    def layout(self, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+        """What tells these from a batch whose sequences all have one length, as names for a `TrainingConfig`."""
+        if self.packed:
+            return ("cu_seqlens_q",)
+        if self.tree is not None:
+            return ("tree",)
+        return (UNEVEN,) if self.causal and q.shape[1] != k.shape[1] else ()
 
     def window_within(self, tokens: int) -> int:
         """The window in a sequence of so many queries and keys together, where a larger one than that hides nothing

@@ -42,6 +42,8 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
     return reasons
 
 
+_TORCH_CUDNN: Final = "PyTorch's cuDNN attention"
+_NARROW: Final = 64  # head_dim up to which the Hopper backward pass is faster than cuDNN's without groups, too
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
@@ -65,9 +67,26 @@ def _refuses_either_cudnn(
 
 
 def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the cuDNN of PyTorch does not compute sequences of one length on a card; empty: it does, if its PyTorch says
-    so of the tensors, too."""
-    return _refuses_either_cudnn(config, card, "PyTorch's cuDNN attention", ())
+    """Why the cuDNN of PyTorch does not compute both passes of sequences of one length on a card; empty: it does, if
+    its PyTorch says so of the tensors, too."""
+    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ())
+    if not reasons and not refuses_cudnn_forward(config, card):
+        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
+    return reasons
+
+
+def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why the cuDNN of PyTorch does not compute the forward pass for a backward pass of our own; empty: it does, if its
+    PyTorch says so of the tensors, too."""
+    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ()) + refuses_hopper_backward(config, card)
+    if config.widest > _NARROW and not config.is_grouped:
+        reasons.append(f"{_heads(config)}: cuDNN's backward pass is as fast as that of Hopper")
+    return reasons
+
+
+def _heads(config: TrainingConfig) -> str:
+    grouped = "grouped" if config.is_grouped else "not grouped"
+    return f"head_dim {config.head_dim}, of values {config.head_dim_v}, of heads that are {grouped}"
 
 
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
@@ -205,6 +224,8 @@ HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
 _HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks")
+UNEVEN: Final = "causal over seqlen_k unlike seqlen_q"  # beside arguments of `flash_attention` among options
+_FORWARD_TAKES: Final = (*_HOPPER_TAKES, "cu_seqlens_q", "tree", UNEVEN, "deterministic")
 _HOPPER_OWN_KEYS: Final = 128  # head_dim up to which the sums of 64 keys fit the registers of a warpgroup
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
@@ -238,10 +259,10 @@ def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile,
     return (hopper_forward_tile((config.head_dim, config.head_dim_v)),)
 
 
-def _refuses_hopper(config: TrainingConfig, card: Card, name: str) -> list[str]:
-    """What the Hopper passes refuse. name: of the pass."""
+def _refuses_hopper(config: TrainingConfig, card: Card, name: str, takes: tuple[str, ...]) -> list[str]:
+    """What the Hopper passes refuse. name: of the pass; takes: options that it has."""
     reasons = list(card.why_not_hopper)
-    lacks = (option for option in config.options if option not in _HOPPER_TAKES)
+    lacks = (option for option in config.options if option not in takes)
     reasons += [f"{option} is given: the Hopper {name} pass has none" for option in lacks]
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
@@ -254,13 +275,13 @@ def _refuses_hopper(config: TrainingConfig, card: Card, name: str) -> list[str]:
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
-    return _refuses_hopper(config, card, "forward")
+    return _refuses_hopper(config, card, "forward", _FORWARD_TAKES)
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper backward pass does not compute an attention on a card; empty: it does, if TMA reads the
     tensors."""
-    return _refuses_hopper(config, card, "backward")
+    return _refuses_hopper(config, card, "backward", _HOPPER_TAKES)
 
 
 def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:

@@ -22,16 +22,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_s
     seqlen_k, because elsewhere the first query of PyTorch sees the first key, and here the last sees the last."""
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = _compute(*heads_first, keeps_lse, causal, sm_scale)
+    out, _ = compute(*heads_first, keeps_lse, causal, sm_scale)
     return out.transpose(1, 2).contiguous()
 
 
-def _compute(
+def compute(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keeps_lse: bool, causal: bool, sm_scale: float
-) -> torch.Tensor:
-    """out of tensors [batch, heads, seqlen, head_dim]. keeps_lse: for the backward pass."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of tensors [batch, heads, seqlen, head_dim]. keeps_lse: for a backward pass; else lse is empty."""
     found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, keeps_lse, 0.0, causal, scale=sm_scale
     )
-    out: torch.Tensor = found[0]
-    return out
+    return found[0], found[1]
