@@ -43,7 +43,7 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 
 
 _TORCH_CUDNN: Final = "PyTorch's cuDNN attention"
-_NARROW: Final = 64  # head_dim up to which the Hopper backward pass is faster than cuDNN's without groups, too
+_NARROW: Final = 64  # head_dim up to which the Hopper backward pass is taken without groups, too
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
