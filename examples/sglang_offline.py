@@ -38,12 +38,14 @@ def answer(arguments: argparse.Namespace, backend: str) -> tuple[list[str], floa
     engine = sglang.Engine(model_path=arguments.model, dtype=arguments.dtype, log_level="info", **sizes, **chosen)
     document = SENTENCES * arguments.repeat
     asked = [f"{i + 1}. {QUESTIONS[i % len(QUESTIONS)]}" for i in range(arguments.questions)]
-    prompts = [f"{document}\nQuestion {question}\nAnswer:" for question in asked]
+    # As tokens: text would be tokenized request by request while the first ones decode, and few would decode at once.
+    encode = engine.tokenizer_manager.tokenizer.encode
+    prompts = [encode(f"{document}\nQuestion {question}\nAnswer:") for question in asked]
 
     def seconds(tokens: int) -> tuple[float, list]:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         start = time.perf_counter()
-        answers = engine.generate(prompts, sampling)
+        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
         return time.perf_counter() - start, answers
 
     engine.generate(document, {"max_new_tokens": 1})  # the document is in the cache from here on

@@ -35,7 +35,9 @@ def answer(arguments: argparse.Namespace, backend: str) -> tuple[list[str], floa
     llm = LLM(arguments.model, dtype=arguments.dtype, enforce_eager=arguments.eager, **sizes, **BACKENDS[backend])
     document = SENTENCES * arguments.repeat
     asked = [f"{i + 1}. {QUESTIONS[i % len(QUESTIONS)]}" for i in range(arguments.questions)]
-    prompts = [f"{document}\nQuestion {question}\nAnswer:" for question in asked]
+    # As tokens: text would be tokenized request by request while the first ones decode, and few would decode at once.
+    encode = llm.get_tokenizer().encode
+    prompts = [{"prompt_token_ids": encode(f"{document}\nQuestion {question}\nAnswer:")} for question in asked]
 
     def seconds(tokens: int) -> tuple[float, list]:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

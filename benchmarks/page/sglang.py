@@ -8,12 +8,14 @@ from benchmarks.page.common import Loss, Section, card_of, folded, held, load, n
 from benchmarks.page.names import use_of
 from benchmarks.page.vllm import NAMES, SERVING_HEAD, SHAPE, serving_rows
 
+LATENT = "-mla16"  # ends the names of results of a latent cache
+
 
 def sections() -> list[Callable[[], Section]]:
     """The sections that have a result."""
     parts = {
-        "sglang-tpot-*": tpot, "sglang-serving-*": sglang_serving, "sglang-equality-*": equality,
-        "sglang-steady-*": steady,
+        "sglang-tpot-*": tpot, f"sglang-tpot-*{LATENT}": latent_tpot, "sglang-serving-*": sglang_serving,
+        "sglang-equality-*": equality, "sglang-steady-*": steady,
     }  # fmt: skip
     return [part for pattern, part in parts.items() if held(pattern)]
 
@@ -24,23 +26,28 @@ def label(name: str) -> str:
     return f"{cards[1]} × {card_of(name)}" if cards else card_of(name)
 
 
+def tpot_table(name: str, losses: list[Loss]) -> str:
+    """The times of a result, with its card and what it is compared with. losses: to which those of it are added."""
+    first, *others = load(name)["runs"]
+    stock_name = NAMES.get(first.partition("@")[0], first)
+    head = ["workload", SHAPE, f"`{first}`"]
+    head += [cell for backend in others for cell in (f"`{backend}`", "speed-up")]
+    rows = []
+    for row in load(name)["rows"]:
+        use, stock = use_of(row["workload"]), row[first]["tpot_ms"]
+        cells: list[object] = [use, f"`{row['workload']}`", f"{stock:.1f}"]
+        for backend in others:
+            ours = row[backend]["tpot_ms"]
+            cells += [f"{ours:.1f}", f"{stock / ours:.2f}×"]
+            note_loss(losses, f"SGLang, {label(name)}, `{backend}`: {use}", stock_name, ours / stock)
+        rows.append(cells)
+    return f"{label(name)}, beside {stock_name}:\n\n{table(head, rows, 2)}\n\n"
+
+
 def tpot() -> Section:
-    names, losses, tables = held("sglang-tpot-*"), list[Loss](), ""
-    for name in names:
-        first, *others = load(name)["runs"]
-        head = ["workload", SHAPE, f"`{first}`"]
-        head += [cell for backend in others for cell in (f"`{backend}`", "speed-up")]
-        rows = []
-        for row in load(name)["rows"]:
-            use, stock = use_of(row["workload"]), row[first]["tpot_ms"]
-            cells: list[object] = [use, f"`{row['workload']}`", f"{stock:.1f}"]
-            for backend in others:
-                ours = row[backend]["tpot_ms"]
-                cells += [f"{ours:.1f}", f"{stock / ours:.2f}×"]
-                where = f"SGLang, {label(name)}, `{backend}`: {use}"
-                note_loss(losses, where, NAMES.get(first, first), ours / stock)
-            rows.append(cells)
-        tables += f"{label(name)}, beside {NAMES.get(first, first)}:\n\n{table(head, rows, 2)}\n\n"
+    losses = list[Loss]()
+    names = [name for name in held("sglang-tpot-*") if not name.endswith(LATENT)]
+    tables = "".join(tpot_table(name, losses) for name in names)
     backends = dict.fromkeys(" ".join(load(name)["runs"]) for name in names)
     options = f"--backends {' or '.join(backends)} [--tensor-parallel 2]"
     text = f"""## Time per output token
@@ -51,6 +58,23 @@ computes prompts with it and decodes here, in pages of 16 tokens; `trunk@16` doe
 of one token. The speed-up is the time of the first back end over that of the other.
 
 {tables}{sources(f"python -m benchmarks.engines.tpot --engine sglang --model FOLDER {options}", *names)}
+"""
+    return Section(text, losses)
+
+
+def latent_tpot() -> Section:
+    losses, names = list[Loss](), held(f"sglang-tpot-*{LATENT}")
+    tables = "".join(tpot_table(name, losses) for name in names)
+    command = "python -m benchmarks.engines.tpot --engine sglang --model FOLDER --backends"
+    backends = " or ".join(dict.fromkeys(" ".join(load(name)["runs"]) for name in names))
+    text = f"""## Time per output token of latent attention
+
+Milliseconds, the attention of DeepSeek-V3 with 16 heads (one of 8 ranks), 27 layers with dense MLPs, random weights,
+bf16, decode graphs and the radix cache, pages of 64 tokens. SGLang's Triton back end computes the prompts of both, and
+decodes one request at a time in `triton@64`; its FlashMLA and FlashAttention-3 were not at hand.
+[Latent attention](latent.md) has both kernels beside ours.
+
+{tables}{sources(f"{command} {backends}", *names)}
 """
     return Section(text, losses)
 

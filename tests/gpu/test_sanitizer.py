@@ -51,11 +51,28 @@ def hand_over(kernel: str, path: str) -> sanitizer.Hazard:
     )
 
 
+CUDA_FILE = "tests/on_gpu/race_controls.cu"
 CONTROL_FILE, DECODE_FILE = "tests/on_gpu/test_warp_specialization.py", "src/trunkattn/gpu/hopper/decode.py"
 CONTROL, KERNEL = (
     hand_over("warp_specialized_kernel", CONTROL_FILE),
     hand_over("hopper_decode_kernel", DECODE_FILE),
 )
+
+
+def exchange(kernel: str, write: tuple[str, str], read: tuple[str, str]) -> sanitizer.Hazard:
+    """A hazard between two lines, each given by its file and what it begins with."""
+    accesses = [
+        sanitizer.Access(what, 0, kernel, Path(path).name, line_of(path, text))
+        for what, (path, text) in (("Write", write), ("Read", read))
+    ]
+    return sanitizer.Hazard("Potential RAW", *accesses)
+
+
+CONTROLS = {
+    sanitizer.HAND_OVER: CONTROL,
+    sanitizer.NAMED: exchange("named_barrier_kernel", (CUDA_FILE, "values[thread] ="), (CUDA_FILE, "out[thread] =")),
+    sanitizer.MBARRIER: exchange("mbarrier_kernel", (CUDA_FILE, "values[thread] ="), (CUDA_FILE, "out[thread] =")),
+}
 
 
 def warp_specialized() -> list[tuple[str, str]]:
@@ -128,15 +145,6 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
     assert not sanitizer.verdict(hazards)[1]
 
 
-def exchange(kernel: str, write: tuple[str, str], read: tuple[str, str]) -> sanitizer.Hazard:
-    """A hazard between two lines, each given by its file and what it begins with."""
-    accesses = [
-        sanitizer.Access(what, 0, kernel, Path(path).name, line_of(path, text))
-        for what, (path, text) in (("Write", write), ("Read", read))
-    ]
-    return sanitizer.Hazard("Potential RAW", *accesses)
-
-
 PAIRS, LATENT = "src/trunkattn/gpu/mla/pairs.py", "src/trunkattn/gpu/mla/decode.py"
 PRODUCER, TILES = "src/trunkattn/training/hopper/producer.py", "src/trunkattn/training/hopper/query_tiles.py"
 MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAIRS, "first_max = shared.max_left"))
@@ -151,12 +159,23 @@ MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAI
         ("hopper_forward_kernel", (PRODUCER, "memory.info.index(i).store"), (TILES, "fields += ("), sanitizer.MBARRIER),
     ],
 )
-def test_what_a_barrier_orders_is_set_aside(
+def test_what_a_barrier_orders_is_set_aside_if_the_control_is_reported_too(
     kernel: str, write: tuple[str, str], read: tuple[str, str], order: str
 ) -> None:
-    lines, clean = sanitizer.verdict(Counter([exchange(kernel, write, read)]))
-    assert clean
-    assert lines[0].endswith(order)
+    hazard = exchange(kernel, write, read)
+    lines, clean = sanitizer.verdict(Counter([hazard, *CONTROLS.values()]))
+    assert clean and len(lines) == 4
+    assert any(kernel in line and line.endswith(order) for line in lines)
+    lines, clean = sanitizer.verdict(Counter([hazard, *(CONTROLS[kind] for kind in CONTROLS if kind != order)]))
+    assert not clean and any(kernel in line and line.endswith("a race") for line in lines)
+
+
+def test_every_control_is_one_of_its_kind() -> None:
+    assert {
+        kernel: hazard.order for hazard in CONTROLS.values() for kernel in [hazard.first.kernel]
+    } == sanitizer.CONTROLS
+    lines, clean = sanitizer.verdict(Counter(CONTROLS.values()))
+    assert clean and len(lines) == len(CONTROLS)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,7 @@ def test_what_a_barrier_orders_is_set_aside(
     ],
 )
 def test_what_no_barrier_orders_is_a_race(hazard: sanitizer.Hazard) -> None:
-    assert not sanitizer.verdict(Counter([hazard, CONTROL]))[1]
+    assert not sanitizer.verdict(Counter([hazard, *CONTROLS.values()]))[1]
 
 
 def test_a_kernel_without_warp_specialization_has_no_hand_over() -> None:

@@ -1,16 +1,19 @@
 """compute-sanitizer's checkers of memory and of races over the tests named for it, each in a process of its own. Run by
 `make test-gpu`; ends with 1 if a test fails or a checker finds anything.
 
-The race checker (of CUDA 13.0) loses the order of a block some of whose warps met at a barrier of their own before: it
-reports what one warp wrote ahead of a barrier and another read behind it, also in CUDA C++ with nothing but
-`bar.sync 1, 256` between them. Two kinds of such reports are counted and set aside:
+The race checker (of CUDA 13.0) orders accesses of shared memory by how many barriers each warp has met. Warps that met
+at a barrier of their own count more than others, and `bar.arrive` and one thread's arrival at an mbarrier give that
+count to nobody. So it reports a value that partitions hand over rightly if the partition that wrote it had met at more
+barriers than the one that read it, and misses a race if it had met at fewer. Both were seen in CUDA C++, and in the
+latent kernel reports change sides with further barriers in the reading partition (docs/lab/2026-11-27-race-checker.md).
+Reports of three kinds are counted and set aside, each only if the checker makes them of a control, too, a kernel that
+has no race: one of test_warp_specialization.py for the first, of race_controls.cu for the others.
 
 - Triton hands the number and the arguments of a partition to its warps by accesses that belong to lines of the kernel
-  on which nothing of ours is shared: its `def`, and where warp specialization begins and ends. They are set aside if
-  the checker makes them of `warp_specialized_kernel` too, whose partitions share nothing but barriers.
-- A partition hands a value to another by shared memory and a named barrier or an mbarrier, and the source shows it: the
-  barrier that comes behind the write is the one ahead of the read. No control shows that the checker errs here, so this
-  is what the source says and no proof.
+  on which nothing of ours is shared: its `def`, and where warp specialization begins and ends.
+- A partition hands a value to another by shared memory and a named barrier, and the source shows it: the barrier that
+  comes behind the write is the one ahead of the read.
+- Another one does so by an mbarrier.
 
 It does not see what TMA writes: a producer that does not wait for the consumers is reported like one that waits. That
 producers wait, `tests/gpu/test_compile.py` sees in the compiled code.
@@ -25,6 +28,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
@@ -34,13 +38,14 @@ OF_OTHERS = ["--kernel-name-exclude", "regex=^_Z|gemm|cutlass|cudnn|cublas"]  # 
 CHECKER = ["compute-sanitizer", *OF_OTHERS, "--show-backtrace", "no", "--tool"]
 RACECHECK = ["racecheck", "--racecheck-report", "hazard", "--print-limit", "100000000"]
 MEMCHECK = ["memcheck", "--error-exitcode", "1"]
-CONTROL = "warp_specialized_kernel"
 CONTROL_TEST = "tests/on_gpu/test_warp_specialization.py::test_partitions_alone_for_the_sanitizer"
+CUDA_CONTROLS = HERE / "race_controls.cu"
 HAND_OVER, NAMED, MBARRIER = "Triton's hand-over to partitions", "ordered by a named barrier", "ordered by an mbarrier"
+CONTROLS = {"warp_specialized_kernel": HAND_OVER, "named_barrier_kernel": NAMED, "mbarrier_kernel": MBARRIER}
 BARRIERS = {"barrier_sync": NAMED, "barrier_arrive": NAMED}
 BARRIERS |= {f"mbarrier.{name}": MBARRIER for name in ("arrive", "expect", "wait")}
 MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the other partitions come behind
-ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in ([\w.]+):(\d+)\n"
+ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in (?:\S*/)?([\w.]+):(\d+)\n"
 HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)")
 
@@ -68,6 +73,8 @@ class Hazard(NamedTuple):
         write, read = self.first, self.second
         if (self.kind, write.what, read.what) != ("Potential RAW", "Write", "Read") or write.kernel != read.kernel:
             return None
+        if write.file == read.file == CUDA_CONTROLS.name:
+            return CONTROLS.get(write.kernel)
         writes, reads = hand_over_lines(write.kernel, write.file)
         across = write.thread < MAIN_THREADS <= read.thread
         if write.file == read.file and across and write.line in writes and read.line in reads:
@@ -154,12 +161,12 @@ def hazards_in(report: str) -> Counter[Hazard]:
 
 
 def verdict(hazards: Counter[Hazard]) -> tuple[list[str], bool]:
-    """A line for each place, and whether no place is a race."""
-    control = any(hazard.first.kernel == CONTROL for hazard in hazards)
+    """A line for each place, and whether no place is a race. hazards: those of the controls among them."""
+    wrong = {hazard.order for hazard in hazards if CONTROLS.get(hazard.first.kernel, "") == hazard.order}
     places = Counter[tuple[Any, ...]]()
     for hazard, count in hazards.items():
-        order = hazard.order if control or hazard.order != HAND_OVER else None
-        place = (hazard.kind, *hazard.first[2:], hazard.second[2:], order or "a race")
+        order = hazard.order if hazard.order in wrong else "a race"
+        place = (hazard.kind, *hazard.first[2:], hazard.second[2:], order)
         places[place] += count
     lines = []
     for (kind, kernel, file, line, (_, other_file, other_line), what), count in sorted(places.items()):
@@ -168,7 +175,7 @@ def verdict(hazards: Counter[Hazard]) -> tuple[list[str], bool]:
 
 
 def named(options: list[str]) -> list[str]:
-    """The tests for it but the control. options: further ones of pytest, which collects them."""
+    """The tests for it but the controls. options: further ones of pytest, which collects them."""
     command = [*PYTEST, "--collect-only", "-k", "sanitizer", str(HERE), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [line for line in done.stdout.splitlines() if "::" in line and line != CONTROL_TEST]
@@ -183,8 +190,8 @@ def run(checker: list[str], test: str) -> tuple[bool, str, str]:
 
 def check_races(test: str, control: Counter[Hazard]) -> tuple[bool, Counter[Hazard]]:
     """Whether a test passed without a race, and what was found in it. Prints what pytest does, and the places of what
-    was found; a report that cannot be read counts as a test that failed. control: what was found in the control,
-    nothing for itself."""
+    was found; a report that cannot be read counts as a test that failed. control: what was found in the controls,
+    nothing for themselves."""
     passed, report, others = run(RACECHECK, test)
     hazards, clean = Counter[Hazard](), False
     try:
@@ -194,6 +201,20 @@ def check_races(test: str, control: Counter[Hazard]) -> tuple[bool, Counter[Haza
         lines = [str(reason)]
     print(test, others, *lines, sep="\n", flush=True)
     return passed and clean, hazards
+
+
+def cuda_controls() -> Counter[Hazard]:
+    """What is found in the controls in CUDA C++, of which nothing may be wrong."""
+    with TemporaryDirectory() as folder:
+        program = str(Path(folder) / "controls")
+        subprocess.run(["nvcc", "-arch=sm_90", "-lineinfo", "-o", program, str(CUDA_CONTROLS)], check=True)
+        done = subprocess.run([*CHECKER, *RACECHECK, program], capture_output=True, text=True, check=False)
+    found = hazards_in(done.stdout)
+    lines, clean = verdict(found)
+    print(CUDA_CONTROLS.name, *lines, sep="\n", flush=True)
+    if ", 0 wrong" not in done.stdout or not clean:
+        raise ValueError(f"the controls went wrong: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+    return found
 
 
 def check_memory(test: str) -> bool:
@@ -212,6 +233,7 @@ def main() -> int:
     passed, check = True, check_memory
     if arguments.tool == "racecheck":
         passed, control = check_races(CONTROL_TEST, Counter())
+        control += cuda_controls()
 
         def check(test: str) -> bool:
             return check_races(test, control)[0]
