@@ -71,7 +71,7 @@ def latent_tpot() -> Section:
 
 Milliseconds, the attention of DeepSeek-V3 with 16 heads (one of 8 ranks), 27 layers with dense MLPs, random weights,
 bf16, decode graphs and the radix cache, pages of 64 tokens. SGLang's Triton back end computes the prompts of both, and
-decodes one request at a time in `triton@64`; its FlashMLA and FlashAttention-3 were not at hand.
+reads the cache request by request in `triton@64`; its FlashMLA and FlashAttention-3 were not at hand.
 [Latent attention](latent.md) has both kernels beside ours.
 
 {tables}{sources(f"{command} {backends}", *names)}

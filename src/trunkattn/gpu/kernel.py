@@ -226,6 +226,12 @@ def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KE
     return Choice(None, passed_over)
 
 
+def all_that_compute(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[Kernel]:
+    """Every kernel that `choose` could return, in the table's order: the next one stands in for one that cannot read
+    some tensors."""
+    return [kernel for kernel in kernels if kernel.work is work and not kernel.refuses(config, card)]
+
+
 def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
     """The kernel of a name, as launches and tiles carry it."""
     return next(kernel for kernel in kernels if kernel.name == name)

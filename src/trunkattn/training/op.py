@@ -22,7 +22,7 @@ import torch
 from torch import library
 
 from trunkattn.gpu.cards import card_at
-from trunkattn.gpu.kernel import KERNELS, Work, choose, portable_kernel
+from trunkattn.gpu.kernel import Work, all_that_compute, choose, portable_kernel
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
@@ -74,8 +74,8 @@ def _sources(work: Work, config: spec.TrainingConfig, device: torch.device) -> t
     if choice.kernel is None:
         *_, reasons = choice.passed_over.values()  # of the one that refuses least
         raise ValueError(f"no kernel computes {work.value} of q: {'; '.join(reasons)}")
-    fast = (kernel for kernel in KERNELS if kernel.work is work and not kernel.portable)
-    return *(each.source() for each in fast if not each.refuses(config, card)), portable_kernel(work).source()
+    fast = (kernel for kernel in all_that_compute(work, config, card) if not kernel.portable)
+    return *(kernel.source() for kernel in fast), portable_kernel(work).source()
 
 
 _OPTIONS: Final = (
