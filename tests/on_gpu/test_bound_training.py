@@ -9,6 +9,7 @@ import torch
 
 from trunkattn import flash_attention
 
+from ..training.parallel_script import in_processes_of_its_own
 from ..training.training_cases import FEATURES, TREES, Results, TrainingCase, longer, run
 from .test_flash_attention import check
 from .test_flash_attention import own_kernels as own_kernels
@@ -100,6 +101,12 @@ def test_each_gpu_has_launches_of_its_own() -> None:
     for index in (1, 0, 1):
         found = run(replace(CASES["packed"], device=f"cuda:{index}"), True)
         assert all(torch.equal(a.cuda(0), b.cuda(0)) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_data_parallel_and_fully_sharded() -> None:
+    """Two processes on a GPU each, with a tree each: gradients are the mean of both."""
+    assert in_processes_of_its_own("cuda") == ["ddp", "equal", "fsdp2", "equal"]
 
 
 def test_shapes_alternate() -> None:

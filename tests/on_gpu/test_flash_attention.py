@@ -364,6 +364,27 @@ def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: in
         check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [((8, 8), 64), ((8, 2), 64), ((8, 2), 128), ((8, 8), 128)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_torch_compile_beside_cudnn(heads: tuple[int, int], head_dim: int, autocast: bool) -> None:
+    """The forward pass may be cuDNN's; the backward pass of a compiled step is our own."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    case = TrainingCase(((600, 600), (600, 600)), False, True, heads, head_dim, BF16, device="cuda")
+    q, k, v, dout, dlse = case.inputs
+
+    def step(*leaves: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", BF16, enabled=autocast):
+            out, lse = flash_attention(*leaves, True, return_lse=True)
+        return (out.float() * dout).sum() + (lse * dlse).sum()
+
+    compiled = torch.compile(step, fullgraph=True)
+    for _ in range(2):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        gradients = torch.autograd.grad(compiled(*leaves), leaves)
+        out, lse = flash_attention(q, k, v, True, return_lse=True)
+        case.assert_accurate((out, lse, *gradients))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dim: int) -> None:

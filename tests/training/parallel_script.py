@@ -1,10 +1,14 @@
-"""Run by test_torch_features: two processes train one layer over a tree each, by DDP and by FSDP2, on a CPU.
+"""Two processes train one layer over a tree each, by DDP and by FSDP2. Argument: "cpu", or "cuda" for a GPU each.
 
-Prints for both whether the gradients are the mean of what each tree gives alone.
+Prints for both whether the gradients are the mean of what each tree gives alone. Run by test_torch_features, and by the
+test of two GPUs.
 """
 
+import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ TREES = (
     PrefixTree.from_segments([-1, 0, 0], [5, 3, 2], tokens=range(10)),
     PrefixTree.from_segments([-1, 0, 1, 0], [2, 4, 1, 3], tokens=range(10)),
 )
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Layer(nn.Module):
@@ -31,7 +36,7 @@ class Layer(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(2))
 
     def forward(self, tree: PrefixTree) -> torch.Tensor:
-        q, k, v = self.qkv(self.embed(tree.tokens)).view(-1, 4, 8).split([2, 1, 1], 1)
+        q, k, v = self.qkv(self.embed(tree.tokens.to(self.sinks.device))).view(-1, 4, 8).split([2, 1, 1], 1)
         out = flash_attention(q, k, v, tree=tree, sinks=self.sinks)
         assert isinstance(out, torch.Tensor)
         return out.square().sum()
@@ -42,21 +47,24 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
-def work(rank: int, port: int) -> None:
+def work(rank: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(COLLECTIVES[device], init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     expected = []
     for tree in TREES:
         torch.manual_seed(0)
-        layer = Layer()
+        layer = Layer().to(device)
         layer(tree).backward()
         expected.append(gradients(layer))
     for name in ("ddp", "fsdp2"):
         torch.manual_seed(0)
-        model: Any = Layer()
-        model = (
-            DistributedDataParallel(model) if name == "ddp" else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        )
+        model: Any = Layer().to(device)
+        if name == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            model = fully_shard(model, mesh=init_device_mesh(device, (2,)))
         model(TREES[rank]).backward()
         equal = all(
             torch.allclose(found, (a + b) / 2, rtol=1e-5, atol=1e-6)
@@ -67,9 +75,20 @@ def work(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def in_processes_of_its_own(device: str) -> list[str]:
+    """What the script prints, in words."""
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    done = subprocess.run(
+        [sys.executable, __file__, device], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
 if __name__ == "__main__":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    mp.spawn(work, (number,), nprocs=2)
+    mp.spawn(work, (number, sys.argv[1]), nprocs=2)
     sys.exit(0)

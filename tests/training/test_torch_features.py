@@ -1,11 +1,7 @@
 """What torch does with an operator: batches of gradients, vmap, nested tensors, checkpoints, compilation, processes."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trunkattn import PrefixTree, flash_attention
 
+from .parallel_script import in_processes_of_its_own
 from .training_cases import BF16, TREE
 
 ATTENTION: Callable[..., Any] = flash_attention
@@ -143,11 +140,4 @@ def test_export_with_a_tree() -> None:
 @pytest.mark.slow
 def test_data_parallel_and_fully_sharded() -> None:
     """Two processes on this CPU, a tree each: gradients are the mean of both."""
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), str(root)])
-    script = Path(__file__).with_name("parallel_script.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["ddp", "equal", "fsdp2", "equal"]
+    assert in_processes_of_its_own("cpu") == ["ddp", "equal", "fsdp2", "equal"]

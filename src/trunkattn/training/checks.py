@@ -96,7 +96,7 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
             expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
-        if tensor.is_cuda:
+        if tensor.is_cuda and not torch.compiler.is_compiling():  # which traces no question of how a view is read
             check_plain(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
