@@ -12,9 +12,11 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 def reads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
     """Whether this PyTorch takes the tensors [batch, seqlen, heads, head_dim] there. It does not without cuDNN, for
     strides that cuDNN does not read, and after `torch.backends.cuda.enable_cudnn_sdp(False)`."""
+    if not q.is_cuda or not min(q.numel(), k.numel()):
+        return False
     has_groups = q.shape[2] != k.shape[2]
     params = SDPAParams(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, 0.0, causal, has_groups)
-    return min(q.numel(), k.numel()) > 0 and can_use_cudnn_attention(params)
+    return can_use_cudnn_attention(params)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float) -> torch.Tensor:
