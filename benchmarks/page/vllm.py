@@ -1,7 +1,8 @@
 """Time per token and serving in vLLM."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from benchmarks.page.common import (
@@ -153,28 +154,52 @@ Time per output token in milliseconds, random weights in each model's shape.
 
 def latent() -> Section | None:
     """Latent attention, beside both of vLLM's own back ends."""
-    losses, rows, names = list[Loss](), list[list[object]](), held("vllm-tpot-h*-deepseek-v3-16")
+    losses, rows = list[Loss](), list[list[object]]()
+    names = [name for end in ("", "-alone") for name in held(f"vllm-tpot-h*-deepseek-v3-16{end}")]
     *peers, ours = LATENT
     for name in names:
+        card = card_of(name) + (", one engine at a time" if name.endswith("-alone") else "")
         for row in load(name)["rows"]:
             times = [row[each]["tpot_ms"] for each in LATENT]
             gain = min(times[:-1]) / times[-1]
-            rows.append([card_of(name), use_of(row["workload"]), *(f"{time:.1f}" for time in times), f"{gain:.2f}×"])
-            where = (
-                f"vLLM {load(name)['versions']['vllm']}, {card_of(name)}: latent attention, {use_of(row['workload'])}"
-            )
+            rows.append([card, use_of(row["workload"]), *(f"{time:.1f}" for time in times), f"{gain:.2f}×"])
+            where = f"vLLM {load(name)['versions']['vllm']}, {card}: latent attention, {use_of(row['workload'])}"
             for peer in peers:
                 note_loss(losses, where, LATENT[peer], row[ours]["tpot_ms"] / row[peer]["tpot_ms"])
     text = f"""## Latent attention
 
 Time per output token in milliseconds of DeepSeek-V3's attention with 16 heads, the rank of one of 8 cards, in 27 layers
 with dense MLPs and random weights. `TRUNK_MLA` computes the decodes. The speed-up is over the faster of vLLM's own.
+Engines take turns on a card, or run one after the other.
+
+{fill(_scatter(names), 120)}
 
 {table(["card", "workload", *LATENT.values(), "speed-up"], rows, 2)}
 
 {sources("python -m benchmarks.engines.tpot --engine vllm --shape deepseek-v3-16 --turns FILE --kv-gib 5", *names)}
 """
     return Section(text, losses) if names else None
+
+
+def _scatter(names: Sequence[str]) -> str:
+    """How far repeats differ where a step waits for the host, and what the card has to do in one of those batches."""
+    spreads = dict.fromkeys((True, False), 0.0)
+    for row in (row for name in names for row in load(name)["rows"]):
+        for times in (row[each]["tpot_ms_each"] for each in LATENT):
+            of_many = row["workload"].startswith("128 ")
+            spreads[of_many] = max(spreads[of_many], max(times) / min(times) - 1)
+    text = (
+        f"Batches of 128 requests wait for vLLM's scheduler on the host: their repeats differ by up to "
+        f"{spreads[True]:.0%}, those of others by up to {spreads[False]:.0%}."
+    )
+    for name in held("vllm-tpot-h*-deepseek-v3-16-busy"):
+        (row,) = load(name)["rows"]
+        ours, theirs = row["TRUNK_MLA@64"], row["FLASH_ATTN_MLA"]
+        text += (
+            f" Where 128 requests share nothing, an {card_of(name)} is busy for {ours['busy_ms']:.2f} ms a token, and "
+            f"for {theirs['busy_ms']:.2f} ms with FlashAttention-3."
+        )
+    return text
 
 
 def ranks() -> Section | None:
