@@ -67,7 +67,7 @@ SAMPLES = {
     "langfuse.jsonl": Expected(
         "langfuse", [0, 1, 2], [7, 7, 7], ONE_EACH, [("harbour", turn) for turn in range(3)], ["m"] * 3, [1, 3, 4]
     ),
-    "langfuse-page.json": Expected("langfuse", [0, 1.25], [6, 6], [1, 2], NO_SESSIONS[:2], ["m"] * 2, [1, 1]),
+    "langfuse-page.json": Expected("langfuse", [0, 1.25], [6, 3], [1, 2], NO_SESSIONS[:2], ["m"] * 2, [1, 1]),
     "otlp.json": Expected(
         "opentelemetry", [0, 0.75], [6, 15], [1, 1], [("harbour", 0), (None, 0)], ["m", None], [1, 1]
     ),

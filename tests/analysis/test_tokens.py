@@ -83,7 +83,8 @@ def test_messages_are_rendered_with_roles_and_tools() -> None:
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:..."}}]
     chat = Chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}], [{"name": "tide"}])
     assert ByteEstimate().render(chat) == (
-        '<|tools|>\n[{"name": "tide"}]\n<|system|>\nbe brief\n<|user|>\nlook\n[image_url]\n<|assistant|>\n'
+        '<|tools|>\n[{"name": "tide"}]\n<|system|>\nbe brief\n<|user|>\nlook\n'
+        "[image_url cfeeicnhnkebkojh]\n<|assistant|>\n"
     )
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert ByteEstimate().render(Chat([call])) == '<|assistant|>\n[{"id": "1"}]\n<|assistant|>\n'

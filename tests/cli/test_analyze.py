@@ -84,7 +84,7 @@ def test_a_wrong_line_is_told_or_ends_all(trace: str) -> None:
     with Path(trace).open("a") as file:
         file.write("{ no JSON\n" + json.dumps({**mooncake(3), "input_length": -1}) + "\n")
     text = run(trace, *SMALL)
-    assert "12 requests of 14 lines, 2 lines skipped" in text
+    assert "12 requests of 14 lines, 2 skipped" in text
     assert "line 13 skipped" in text and "line 14 skipped" in text and "input_length" in text
     assert "line13" in refused(trace, "--strict", *SMALL)
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xe
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _READ_BYTES: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
+_END: Final = "nothing behind it is read"
+_MOST_CHARACTERS: Final = (1 << 31) - 1  # of a table's cell; csv's own limit is less than a long prompt
 
 Read = Callable[[int], None]
 """Called with the bytes of the file that have been read."""
@@ -121,7 +124,18 @@ def _begins_array(head: bytes) -> bool:
 def _begins_document(head: bytes) -> bool:
     """Whether a file begins with an object that goes on behind its first line."""
     line, newline, rest = head.partition(b"\n")
-    return bool(newline) and line.strip() == b"{" and rest.lstrip()[:1] == b'"'
+    if not newline or line[:1] != b"{":
+        return False
+    return rest.lstrip()[:1] == b'"' if line.strip() == b"{" else _ends_behind(head, len(line))
+
+
+def _ends_behind(head: bytes, place: int) -> bool:
+    """Whether the object with which a file begins is a whole one that ends behind a place."""
+    try:
+        text = head.decode("utf-8", "replace")
+        return len(text[: json.JSONDecoder().raw_decode(text)[1]].encode()) > place
+    except (ValueError, RecursionError):
+        return False
 
 
 def _open(file: Path) -> BinaryIO:
@@ -147,7 +161,7 @@ def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
                     yield stream
             else:
                 yield counted
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{file}: it cannot be read to its end ({error}); copy or download it again") from error
 
 
@@ -166,7 +180,9 @@ class _Counted(io.RawIOBase):
         return count
 
 
-def _zstd(file: Path, stream: BinaryIO) -> io.BufferedReader:
+@contextmanager
+def _zstd(file: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
+    """The decompressed bytes of a file of Zstandard. Raises OSError where they are damaged."""
     try:
         import zstandard
     except ImportError as error:
@@ -174,7 +190,10 @@ def _zstd(file: Path, stream: BinaryIO) -> io.BufferedReader:
             f"{file}: it is compressed by Zstandard, and the package zstandard is missing; run pip install zstandard, "
             f"or decompress the file"
         ) from error
-    return io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _READ_BYTES)
+    try:
+        yield io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _READ_BYTES)
+    except zstandard.ZstdError as error:
+        raise OSError(error) from error
 
 
 class _Frames(io.RawIOBase):
@@ -216,11 +235,19 @@ def _lines(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
 def _parsed(number: int, text: bytes) -> Line | SkippedLine:
     try:
         return _line(number, json.loads(text.decode("utf-8")))
-    except UnicodeDecodeError:
-        return SkippedLine(number, f"it is not text in UTF-8; {_OBJECT}")
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return SkippedLine(number, f"it is not JSON ({reason}); {_OBJECT}")
+        place = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return SkippedLine(number, f"{_not_json(error, place)}; {_OBJECT}")
+
+
+def _not_json(error: ValueError | RecursionError, place: str = "") -> str:
+    """What is wrong with something that is to be JSON, without any of it. place: where, for people."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error.msg}{place})"
+    deep = isinstance(error, RecursionError)
+    return f"it is not JSON ({'lists or objects within each other, too deep' if deep else 'a number too long'})"
 
 
 def _line(number: int, value: Any) -> Line | SkippedLine:
@@ -231,17 +258,16 @@ def _line(number: int, value: Any) -> Line | SkippedLine:
 
 
 def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
-    """The objects of a JSON array, or JSON objects one after the other, each over any number of lines."""
+    """The objects of a JSON array, or JSON objects one after the other, each over any number of lines. Where one that
+    is wrong ends is not known, so it is the last."""
     number = 0
     with _opened(file, read) as stream:
         try:
             for value in _values(io.TextIOWrapper(stream, encoding="utf-8-sig")):
                 number += 1
                 yield _line(number, value)
-        except json.JSONDecodeError as error:
-            yield SkippedLine(number + 1, f"it is not JSON ({error.msg}); {_OBJECT}")
-        except UnicodeDecodeError:
-            yield SkippedLine(number + 1, f"it is not text in UTF-8; {_OBJECT}")
+        except (ValueError, RecursionError) as error:
+            yield SkippedLine(number + 1, f"{_not_json(error)}; {_OBJECT}, and {_END}")
 
 
 def _values(stream: io.TextIOBase) -> Iterator[Any]:
@@ -271,9 +297,16 @@ def _values(stream: io.TextIOBase) -> Iterator[Any]:
 
 def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Rows of a table in CSV, by the names in its first line."""
+    csv.field_size_limit(_MOST_CHARACTERS)
+    number = 0
     with _opened(file, read) as stream:
-        for number, row in enumerate(csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")), start=1):
-            yield Line(number, {str(name): _number(value) for name, value in _without_json(row).items()})
+        try:
+            for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")):
+                number += 1
+                yield Line(number, {str(name): _number(value) for name, value in _without_json(row).items()})
+        except (UnicodeDecodeError, csv.Error) as error:
+            wrong = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"CSV ({error})"
+            yield SkippedLine(number + 1, f"it is not {wrong}; expected a row, and {_END}")
 
 
 def _number(value: Any) -> Any:

@@ -190,7 +190,7 @@ class _Collected:
             for place, entry in enumerate(batch):
                 if isinstance(entry.prompt, Hashes):
                     self.contents.append(entry.prompt.ids)
-                    self._add(entry, encode_hashes(entry.prompt, entry.line))
+                    self._add(entry, encode_hashes(entry.prompt, len(self.requests)))
                 elif place in encoded:
                     self._add(entry, encoded[place])
                 elif isinstance(entry.prompt, TokenIds):

@@ -76,7 +76,7 @@ def all_assumptions(analysis: Analysis) -> list[str]:
 def taken(log: Log) -> str:
     """How much of the log was taken, in words."""
     words = f"{figures.plural(len(log.requests), 'request')} of {units(log, log.num_lines)}"
-    words += f", {units(log, log.num_skipped)} skipped" if log.num_skipped else ""
+    words += f", {log.num_skipped:,} skipped" if log.num_skipped else ""  # of a line with several requests, some
     return words + (f", {log.num_out_of_order:,} out of order" if log.num_out_of_order else "")
 
 

@@ -1,5 +1,6 @@
 """Prompts to token counts and chained block numbers: from hashes, token ids, or text with or without a tokenizer."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes
+from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes, called_tools
 from trunkattn.analysis.records import Encoded
 from trunkattn.analysis.texts import to_bytes
 from trunkattn.engine.model_path import TOKENIZER_FILES
 
 BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
+MEDIA: Final = ("image", "audio", "video", "file", "blob", "document")  # parts of messages that are no text
 # Multipliers and shifts of splitmix64's finalizer, and its step (https://doi.org/10.1145/2714064.2660195).
 _STEP: Final = 0x9E3779B97F4A7C15
 _FEWEST_PLACES: Final = 1 << 12
@@ -78,12 +80,13 @@ def _places(bits: int) -> NDArray[np.uint64]:
     return mixed(np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(_STEP))
 
 
-def encode_hashes(prompt: Hashes, line: int) -> Encoded:
-    """A prompt of block hashes. Blocks that the log leaves out are shared with no other line."""
+def encode_hashes(prompt: Hashes, number: int) -> Encoded:
+    """A prompt of block hashes. Blocks that the log leaves out are shared with no other prompt. number: of the prompt,
+    among all of the log."""
     missing = -(-prompt.num_tokens // prompt.block_size) - len(prompt.ids)
     ids = prompt.ids
     if missing:
-        private = mixed(np.arange(line << 24, (line << 24) + missing, dtype=np.uint64)).view(np.int64)
+        private = mixed(np.arange(number << 27, (number << 27) + missing, dtype=np.uint64)).view(np.int64)
         ids = np.concatenate([ids, private])
     return Encoded(prompt.num_tokens, chained(ids), prompt.block_size)
 
@@ -237,27 +240,31 @@ def check_tokenizer(path: str | Path) -> Path:
 
 
 def plain_message(message: Fields) -> dict[str, Any]:
-    """A message whose content is one text: parts are joined, and those that are no text become `[type]`."""
+    """A message whose content is one text: its parts and the calls of tools, one behind the other."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("messages: expected objects, each with a role and a content")
     content = message.get("content", message.get("parts"))
     if isinstance(content, list):
         content = "\n".join(_part(part) for part in content)
-    calls = message.get("tool_calls")
-    if calls and not content:
-        content = json.dumps(calls, ensure_ascii=False)
     if content is not None and not isinstance(content, str):
         content = json.dumps(content, ensure_ascii=False)
-    return {"role": message["role"], "content": content or ""}
+    return {"role": message["role"], "content": "\n".join(filter(None, (content, called_tools(message))))}
 
 
 def _part(part: Any) -> str:
+    """A part of a message. What is no text becomes its type and a word that only the same content has, so that prompts
+    with other pictures part there."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
         raise ValueError("messages: expected a content of texts and objects with a type")
-    for key in ("text", "content"):
+    kind = str(part.get("type", "part"))
+    for key in ("text", "content") if kind != "blob" else ():
         if isinstance(part.get(key), str):
             return part[key]
-    kind = str(part.get("type", "part"))
-    return f"[{kind}]" if "image" in kind or "audio" in kind else json.dumps(part, ensure_ascii=False, default=str)
+    written = json.dumps(part, ensure_ascii=False, default=str)
+    if not any(word in kind for word in MEDIA) and not any(name in part for name in ("inline_data", "inlineData")):
+        return written
+    digest = hashlib.blake2b(to_bytes(written), digest_size=8).digest()
+    letters = "".join(chr(ord("a") + half) for byte in digest for half in divmod(byte, 16))
+    return f"[{kind} {letters}]"

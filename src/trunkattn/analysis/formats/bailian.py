@@ -11,6 +11,7 @@ from trunkattn.analysis.formats.base import (
     Line,
     check_blocks,
     each,
+    first,
     hash_ids,
     integer,
     optional_integer,
@@ -43,7 +44,8 @@ def _entry(line: Line, roots: dict[int, int]) -> Entry:
     prompt = Hashes(hash_ids("hash_ids", fields["hash_ids"]), BLOCK_SIZE, num_tokens)
     check_blocks(prompt, ("hash_ids", "input_length"))
     chat = integer("chat_id", fields["chat_id"], 0, MOST_ID)
-    parent = integer("parent_chat_id", fields.get("parent_chat_id", NO_PARENT), NO_PARENT, MOST_ID)
+    parent = first(fields, "parent_chat_id")
+    parent = NO_PARENT if parent is None else integer("parent_chat_id", parent, NO_PARENT, MOST_ID)
     roots[chat] = root = chat if parent == NO_PARENT else roots.get(parent, parent)
     turn = optional_integer(fields, "turn")
     return Entry(

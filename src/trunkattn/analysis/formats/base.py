@@ -109,7 +109,16 @@ class Format:
     parse: Parse
 
 
-def each(parse_line: Callable[[Line], Iterable[Entry]]) -> Parse:
+def attempt(number: int, make: Callable[[], Entry], part: str = "") -> Entry | SkippedLine:
+    """The entry that a function makes, or why there is none. part: which one of its line, for people: those beside it
+    are taken."""
+    try:
+        return make()
+    except ValueError as error:
+        return SkippedLine(number, f"{part}{error}")
+
+
+def each(parse_line: Callable[[Line], Iterable[Entry | SkippedLine]]) -> Parse:
     """Makes a parser of lines, each by itself. `parse_line` raises ValueError where a line is wrong."""
 
     def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
@@ -232,17 +241,35 @@ def _from_text(name: str, value: str) -> float:
 
 
 def answer_text(message: Any) -> str | None:
-    """Text of an answer: a string, a message, or a list of messages or parts. None: there is none."""
+    """Text of an answer, with what was thought before it and the tools that it calls: a string, a message, or a list of
+    messages or parts. None: there is none."""
     if isinstance(message, str):
         return message
     if isinstance(message, Mapping):
+        thought = first(message, "reasoning_content", "reasoning")
         text = answer_text(first(message, "content", "text", "message", "parts", "choices"))
-        calls = message.get("tool_calls")
-        return json.dumps(calls, ensure_ascii=False) if text is None and calls else text
-    if isinstance(message, list):
-        found = [text for text in map(answer_text, message) if text]
-        return "\n".join(found) or None
-    return None
+        found = [thought if isinstance(thought, str) else None, text, called_tools(message)]
+    elif isinstance(message, list):
+        found = [answer_text(part) for part in message]
+    else:
+        return None
+    return "\n".join(filter(None, found)) if any(part is not None for part in found) else None
+
+
+def called_tools(message: Fields) -> str | None:
+    """The tools that a message calls, as text; None: it calls none."""
+    calls = first(message, "tool_calls", "function_call")
+    return json.dumps(calls, ensure_ascii=False) if calls else None
+
+
+def decoded(value: Any) -> Any:
+    """A value that may be JSON within a text, as tables and attributes have it."""
+    if isinstance(value, str) and value[:1] in ("[", "{", '"'):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
 
 
 def brief(value: Any) -> str:

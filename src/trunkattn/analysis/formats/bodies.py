@@ -1,6 +1,6 @@
 """Bodies of requests and responses in OpenAI's form, which most logs hold in one place or another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,25 +66,56 @@ def length_alone(name: str, value: Any) -> Hashes:
     return Hashes(np.zeros(0, dtype=np.int64), NO_BLOCKS, integer(name, value, 1))
 
 
-def outcome_of(response: Any) -> Outcome:
-    """Token counts and the answer of a response's body, or of an answer that is only text."""
+def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outcome:
+    """Token counts and the answer of a response's body, of the pieces of one that was streamed, or of a text.
+
+    Args:
+        response: what was answered.
+        num_prompts: prompts of the request, over which its counts are spread.
+        num_asked: answers to each prompt, where the response does not list them.
+    """
+    if isinstance(response, list) and any(isinstance(piece, Mapping) and "choices" in piece for piece in response):
+        response = _joined([piece for piece in response if isinstance(piece, Mapping)])
     if not isinstance(response, Mapping):
         return Outcome(None, None, answer_text(response), None)
     choices = first(response, "choices", "outputs")
-    num_answers = max(1, len(choices)) if isinstance(choices, list) else None
+    listed = -(-len(choices) // num_prompts) if isinstance(choices, list) else 0
     usage = first(response, "usage")
     usage = usage if isinstance(usage, Mapping) else {}
     num_output_tokens = optional_integer(usage, "completion_tokens", "output_tokens")
     if num_output_tokens is not None:
-        num_output_tokens = -(-num_output_tokens // (num_answers or 1))
+        num_output_tokens = -(-num_output_tokens // (num_prompts * (listed or num_asked)))
+    num_prompt_tokens = _num_prompt_tokens(usage)
+    if num_prompt_tokens is not None:
+        num_prompt_tokens = -(-num_prompt_tokens // num_prompts)
     answer = choices[0] if isinstance(choices, list) and choices else first(response, "output") or response
-    num_prompt_tokens = optional_integer(usage, "prompt_tokens", "input_tokens")
-    return Outcome(num_prompt_tokens, num_output_tokens, answer_text(answer), num_answers)
+    return Outcome(num_prompt_tokens, num_output_tokens, answer_text(answer), listed or None)
+
+
+def _num_prompt_tokens(usage: Fields) -> int | None:
+    """All tokens of a prompt. Anthropic's interface counts those of its cache apart."""
+    count = optional_integer(usage, "prompt_tokens", "input_tokens")
+    if count is None or first(usage, "prompt_tokens") is not None:
+        return count
+    return count + sum(optional_integer(usage, f"cache_{which}_input_tokens") or 0 for which in ("read", "creation"))
+
+
+def _joined(pieces: Sequence[Fields]) -> Fields:
+    """One response of the pieces in which it was streamed, with the last usage and what all answers say."""
+    deltas: dict[int, list[str]] = {}
+    for piece in pieces:
+        for choice in first(piece, "choices") or []:
+            index = first(choice, "index") if isinstance(choice, Mapping) else None
+            text = answer_text(first(choice, "delta", "text")) if isinstance(choice, Mapping) else None
+            deltas.setdefault(index if isinstance(index, int) else 0, []).append(text or "")
+    usages = [piece["usage"] for piece in pieces if piece.get("usage")]
+    return {"choices": ["".join(some) for some in deltas.values()], "usage": usages[-1] if usages else None}
 
 
 def num_answers_of(*bodies: Any) -> int:
-    """How many answers are asked for: `n` of the first body that has it, or 1."""
+    """How many answers are asked for: `n` of the first body that has it, or 1. Of a list of bodies the first counts."""
     for body in bodies:
+        body = body[0] if isinstance(body, list) and body else body
         value = first(body, "n", "best_of") if isinstance(body, Mapping) else None
         if value is not None:
             return integer("n", value, 1)

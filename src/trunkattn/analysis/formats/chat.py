@@ -65,10 +65,12 @@ def parse(line: Line) -> Iterator[Entry]:
             yield from _turns(line, messages, body.get("tools"))
             return
         answer, body = messages[-1], {**body, "messages": messages[:-1]}
-    outcome = outcome_of(fields if "choices" in fields or "usage" in fields else answer)
+    prompts = prompts_of(body)
+    num_asked = num_answers_of(body, body.get("sampling_params"), fields)
+    outcome = outcome_of(fields if "choices" in fields or "usage" in fields else answer, len(prompts), num_asked)
     num_outputs = optional_integer(fields, *OUTPUTS)
     num_inputs = optional_integer(fields, *INPUTS, least=1)
-    for prompt in prompts_of(body):
+    for prompt in prompts:
         yield Entry(
             line.number,
             prompt,
@@ -76,7 +78,7 @@ def parse(line: Line) -> Iterator[Entry]:
             outcome.num_prompt_tokens if num_inputs is None else num_inputs,
             outcome.num_output_tokens if num_outputs is None else num_outputs,
             answer=outcome.answer,
-            num_answers=outcome.num_answers or num_answers_of(body, body.get("sampling_params"), fields),
+            num_answers=outcome.num_answers or num_asked,
             session=optional_text(fields, *SESSIONS[:-1]),
             turn=optional_integer(fields, "turn"),
             model=optional_text(body, "model") or optional_text(fields, "model"),

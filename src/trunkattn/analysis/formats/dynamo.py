@@ -11,7 +11,6 @@ from trunkattn.analysis.formats.base import (
     Line,
     check_blocks,
     each,
-    epoch_seconds,
     first,
     hash_ids,
     integer,
@@ -63,7 +62,7 @@ def _arrival(fields: Fields, request: Fields) -> float | None:
     """When the request came; where that is not told, its end less its time."""
     received = first(request, "request_received_ms")
     if received is not None:
-        return epoch_seconds("request_received_ms", received)
+        return seconds("request_received_ms", received, *MILLISECONDS)
     end, total = first(fields, "event_time_unix_ms"), first(request, "total_time_ms")
     if end is None or total is None:
         raise ValueError("request_received_ms missing: expected it, or event_time_unix_ms and total_time_ms")

@@ -1,7 +1,7 @@
 """Langfuse's observations, as its export writes them (snake_case) and as its interface returns them (camelCase)."""
 
-import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from trunkattn.analysis.formats.base import (
@@ -11,6 +11,8 @@ from trunkattn.analysis.formats.base import (
     Line,
     Prompt,
     answer_text,
+    attempt,
+    decoded,
     each,
     epoch_seconds,
     first,
@@ -18,6 +20,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
+from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("start_time", "startTime")
 USAGES = ("usage_details", "usageDetails", "usage")
@@ -31,33 +34,52 @@ def recognises(fields: Fields) -> bool:
     return "type" in fields and first(fields, *STARTS) is not None and ("trace_id" in fields or "traceId" in fields)
 
 
-def parse(line: Line) -> Iterator[Entry]:
-    """The generations of a line: one, none for other observations, or those of a page."""
+def parse(line: Line) -> Iterator[Entry | SkippedLine]:
+    """The generations of a line: one, none for other observations and for calls that failed, or those of a page."""
     page = line.fields.get("data")
-    for fields in page if isinstance(page, list) else [line.fields]:
-        if isinstance(fields, Mapping) and fields.get("type") == "GENERATION":
-            yield _entry(line.number, fields)
+    rows = page if isinstance(page, list) else [line.fields]
+    for number, fields in enumerate(rows, start=1):
+        if isinstance(fields, Mapping) and fields.get("type") == "GENERATION" and not _failed(fields):
+            part = f"observation {number}: " if rows is page else ""
+            yield attempt(line.number, partial(_entry, line.number, fields), part)
+
+
+def _failed(fields: Fields) -> bool:
+    """Whether an observation tells of an error and of no answer."""
+    return fields.get("level") == "ERROR" and fields.get("output") is None
 
 
 def _entry(number: int, fields: Fields) -> Entry:
-    usage = first(fields, *USAGES)
+    usage = decoded(first(fields, *USAGES))
     usage = usage if isinstance(usage, Mapping) else {}
-    parameters = _decoded(first(fields, "model_parameters", "modelParameters"))
-    num_inputs = optional_integer(usage, "input", "promptTokens", "prompt_tokens") or None
+    parameters = decoded(first(fields, "model_parameters", "modelParameters"))
+    num_inputs = _count(usage, "input", "promptTokens", "prompt_tokens") or None
+    num_outputs = _count(usage, "output", "completionTokens", "completion_tokens")
+    num_answers = num_answers_of(parameters)
     start = first(fields, *STARTS)
     if start is None:
         raise ValueError("start_time missing: expected it as YYYY-MM-DD HH:MM:SS")
     return Entry(
         number,
-        _prompt(_decoded(fields.get("input")), parameters, num_inputs),
+        _prompt(decoded(fields.get("input")), parameters, num_inputs),
         epoch_seconds("start_time", start),
         num_inputs,
-        optional_integer(usage, "output", "completionTokens", "completion_tokens"),
-        answer=answer_text(_decoded(fields.get("output"))),
-        num_answers=num_answers_of(parameters),
+        None if num_outputs is None else -(-num_outputs // num_answers),
+        answer=answer_text(decoded(fields.get("output"))),
+        num_answers=num_answers,
         session=optional_text(fields, "session_id", "sessionId"),
         model=optional_text(fields, "provided_model_name", "providedModelName", "model"),
     )
+
+
+def _count(usage: Fields, kind: str, *others: str) -> int | None:
+    """Tokens of a kind. Langfuse counts apart what was cached or reasoned, by names such as input_cached_tokens and
+    cache_read_input_tokens."""
+    count = optional_integer(usage, kind, *others)
+    if first(usage, kind) is None or count is None:
+        return count
+    parts = [name for name in usage if name != kind and kind in name.split("_")]
+    return count + sum(optional_integer(usage, name) or 0 for name in parts)
 
 
 def _prompt(value: Any, parameters: Any, num_tokens: int | None) -> Prompt:
@@ -71,16 +93,6 @@ def _prompt(value: Any, parameters: Any, num_tokens: int | None) -> Prompt:
     if num_tokens is None:
         raise ValueError("input missing: expected messages or a text, or usage_details with the number of input tokens")
     return length_alone("usage_details.input", num_tokens)
-
-
-def _decoded(value: Any) -> Any:
-    """A value that may be JSON within a text, as the export writes it."""
-    if isinstance(value, str) and value[:1] in ("[", "{", '"'):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
 
 
 FORMAT = Format("langfuse", "Langfuse observations", recognises, each(parse))

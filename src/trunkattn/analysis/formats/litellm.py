@@ -8,6 +8,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
+    decoded,
     each,
     epoch_seconds,
     first,
@@ -17,6 +18,9 @@ from trunkattn.analysis.formats.base import (
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, outcome_of, prompts_of
 
+# What stands for messages that LiteLLM was told to leave out of its logs. All would seem to be the same prompt.
+_NO_TEXT = "redacted-by-litellm"
+REDACTED = (_NO_TEXT, [{"role": "user", "content": _NO_TEXT}])
 GENERATES = ("completion", "responses", "generate_content", "messages")
 
 
@@ -35,14 +39,14 @@ def parse(line: Line) -> Iterator[Entry]:
         return
     parameters = first(fields, "model_parameters", "optional_params")
     parameters = parameters if isinstance(parameters, Mapping) else {}
-    outcome = outcome_of(fields.get("response"))
+    outcome = outcome_of(decoded(fields.get("response")), num_asked=num_answers_of(parameters))
     num_answers = outcome.num_answers or num_answers_of(parameters)
     num_outputs = optional_integer(fields, "completion_tokens")
     yield Entry(
         line.number,
         _prompt(fields, parameters),
         epoch_seconds("startTime", fields["startTime"]),
-        optional_integer(fields, "prompt_tokens", least=1),
+        optional_integer(fields, "prompt_tokens") or None,
         outcome.num_output_tokens if num_outputs is None else -(-num_outputs // num_answers),
         answer=outcome.answer,
         num_answers=num_answers,
@@ -52,8 +56,8 @@ def parse(line: Line) -> Iterator[Entry]:
 
 
 def _prompt(fields: Fields, parameters: Fields) -> Prompt:
-    messages = first(fields, "messages")
-    if messages:
+    messages = decoded(fields.get("messages"))
+    if messages and messages not in REDACTED:
         name = "messages" if isinstance(messages, list) and isinstance(messages[0], Mapping) else "prompt"
         if isinstance(messages, Mapping):
             return prompts_of({"tools": parameters.get("tools"), **messages})[0]

@@ -1,8 +1,8 @@
 """OpenTelemetry's spans of generative AI: OTLP as JSON, and spans with flat attributes; OpenInference's names too."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from trunkattn.analysis.formats.base import (
@@ -12,6 +12,8 @@ from trunkattn.analysis.formats.base import (
     Line,
     Prompt,
     answer_text,
+    attempt,
+    decoded,
     each,
     epoch_seconds,
     first,
@@ -19,12 +21,14 @@ from trunkattn.analysis.formats.base import (
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import chat_of, length_alone, prompts_of
+from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime", "timestamp")
 INPUT_MESSAGES = ("gen_ai.input.messages", "gen_ai.prompt", "input.value")
 OUTPUT_MESSAGES = ("gen_ai.output.messages", "gen_ai.completion", "output.value")
 INPUT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
 OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+CHOICES = ("gen_ai.request.choice.count", "gen_ai.request.n")
 SESSIONS = ("gen_ai.conversation.id", "session.id")
 MODELS = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 TOOLS = ("gen_ai.tool.definitions", "llm.request.functions")
@@ -35,6 +39,7 @@ NUMBERED = re.compile(
 )
 ANSWERS = ("llm.output_messages.0.message.content", "gen_ai.completion.0.content")
 WHOLE = re.compile(r"-?[0-9]{1,19}")
+ERRORS = ("2", "ERROR", "STATUS_CODE_ERROR")  # a span's status
 MARKS = ("gen_ai.", "llm.", "openinference.")
 
 
@@ -45,12 +50,20 @@ def recognises(fields: Fields) -> bool:
     return any(name.startswith(MARKS) for name in _attributes(fields))
 
 
-def parse(line: Line) -> Iterator[Entry]:
-    """The model's calls among the spans of a line."""
-    for span in _spans(line.fields):
+def parse(line: Line) -> Iterator[Entry | SkippedLine]:
+    """The model's calls among the spans of a line, without those that failed."""
+    is_span = first(line.fields, "resourceSpans", "resource_spans") is None
+    for number, span in enumerate(_spans(line.fields), start=1):
         attributes = _attributes(span)
-        if _is_call(attributes):
-            yield _entry(line.number, span, attributes)
+        if _is_call(attributes) and not _failed(span, attributes):
+            part = "" if is_span else f"span {number}: "
+            yield attempt(line.number, partial(_entry, line.number, span, attributes), part)
+
+
+def _failed(span: Fields, attributes: Fields) -> bool:
+    """Whether a span tells of an error and of no answer."""
+    wrong = "error.type" in attributes or str(first(span, "status.code", "status.status_code")) in ERRORS
+    return wrong and not any(attributes.get(name) for name in (*ANSWERS, *OUTPUT_MESSAGES, *OUTPUT_TOKENS))
 
 
 def _spans(fields: Fields) -> Iterator[Fields]:
@@ -116,18 +129,17 @@ def _is_call(attributes: Fields) -> bool:
 def _entry(number: int, span: Fields, attributes: Fields) -> Entry:
     num_inputs = _count(attributes, INPUT_TOKENS, 1)
     start = first(span, *STARTS)
-    answer = _decoded(next((attributes[name] for name in (*ANSWERS, *OUTPUT_MESSAGES) if name in attributes), None))
-    num_answers = next(
-        (attributes[name] for name in ("gen_ai.request.choice.count", "gen_ai.request.n") if name in attributes), 1
-    )
+    answer = decoded(next((attributes[name] for name in (*ANSWERS, *OUTPUT_MESSAGES) if name in attributes), None))
+    num_answers = _count(attributes, CHOICES, 1) or 1
+    num_outputs = _count(attributes, OUTPUT_TOKENS, 0)
     return Entry(
         number,
         _prompt(attributes, num_inputs),
         None if start is None else epoch_seconds("start_time", start),
         num_inputs,
-        _count(attributes, OUTPUT_TOKENS, 0),
+        None if num_outputs is None else -(-num_outputs // num_answers),
         answer=answer_text(answer),
-        num_answers=integer("n", num_answers, 1),
+        num_answers=num_answers,
         session=next((text for name in SESSIONS if (text := _text(attributes, name))), None),
         model=next((text for name in MODELS if (text := _text(attributes, name))), None),
     )
@@ -143,11 +155,11 @@ def _text(attributes: Fields, name: str) -> str | None:
 
 
 def _prompt(attributes: Fields, num_tokens: int | None) -> Prompt:
-    tools = _decoded(next((attributes[name] for name in TOOLS if name in attributes), None))
-    messages: Any = _numbered(attributes) or _decoded(
+    tools = decoded(next((attributes[name] for name in TOOLS if name in attributes), None))
+    messages: Any = _numbered(attributes) or decoded(
         next((attributes[name] for name in INPUT_MESSAGES if attributes.get(name)), None)
     )
-    system = _decoded(attributes.get("gen_ai.system_instructions"))
+    system = decoded(attributes.get("gen_ai.system_instructions"))
     if isinstance(messages, Mapping):
         return prompts_of({"tools": tools, **messages})[0]
     if isinstance(messages, str):
@@ -172,16 +184,6 @@ def _numbered(attributes: Fields) -> list[dict[str, Any]]:
             key = match[3].split(".")[0]
             message[key.rstrip("s") if key == "contents" else key] = value
     return [found[number] for number in sorted(found)]
-
-
-def _decoded(value: Any) -> Any:
-    """A value that may be JSON within a text, because attributes are plain."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
 
 
 FORMAT = Format("opentelemetry", "OpenTelemetry spans", recognises, each(parse))

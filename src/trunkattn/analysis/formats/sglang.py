@@ -44,7 +44,7 @@ def recognises(fields: Fields) -> bool:
 def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
     """Requests, each from the events of one `rid`; those that never finish come last, without an answer."""
     pending: dict[str, _Request] = {}
-    done: set[str] = set()  # that finished before they were received, as the order of files may have it
+    done: dict[str, bool] = {}  # that finished: whether before they were received, as the order of files may have it
     for line in lines:
         try:
             finished = _take(line, pending, done)
@@ -59,7 +59,7 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
             yield SkippedLine(request.line, str(error))
 
 
-def _take(line: Line, pending: dict[str, _Request], done: set[str]) -> _Request | None:
+def _take(line: Line, pending: dict[str, _Request], done: dict[str, bool]) -> _Request | None:
     """Notes an event. Returns the request that it finishes."""
     fields = line.fields
     require(fields, "timestamp", "event", "rid")
@@ -71,15 +71,17 @@ def _take(line: Line, pending: dict[str, _Request], done: set[str]) -> _Request 
     told = fields.get("obj")
     told = {key: value for key, value in told.items() if value is not None} if isinstance(told, Mapping) else {}
     if event.startswith(RECEIVED):
-        if name not in done:
+        if not done.get(name):
             pending.setdefault(name, _Request(line.number, moment)).fields.update(told)
         return None
     if event != FINISHED:
         return None
     out = fields.get("out")
     known = pending.pop(name, None)
+    if known is None and name in done:
+        raise ValueError("its request finishes a second time: expected one request.finished for each that is received")
+    done[name] = known is None
     if known is None:
-        done.add(name)
         latency = first(_meta(out), "e2e_latency")
         since = 0.0 if latency is None else seconds("e2e_latency", latency)
         known = _Request(line.number, None if moment is None else moment - since)
