@@ -61,6 +61,37 @@ def test_a_bad_line_is_left_out_and_named(tmp_path: Path, line: object, reason: 
     assert reason in str(caught.value)
 
 
+SAID = {"ts": 5, "prompt": "a", "output_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (SAID | {"output_tokens": "x"}, "output_tokens=a text"),
+        (SAID | {"prompt": ""}, "its prompt is empty"),
+        (SAID | {"messages": [{"role": 3}]}, "messages: expected objects, each with a role"),
+        (SAID | {"ts": 1}, "its time is 4 s before"),
+        ({"prompt": "a"}, "it has no time"),
+    ],
+)
+@pytest.mark.parametrize("second", ["{", SAID | {"output_tokens": -1}, SAID | {"prompt": ""}, SAID | {"ts": 2}])
+def test_strict_names_the_first_line_with_any_fault(
+    tmp_path: Path, first: dict[str, Any], reason: str, second: object
+) -> None:
+    path = write(tmp_path / "log.jsonl", SAID, SAID, first, SAID, second, *[SAID] * 300)
+    with pytest.raises(ValueError, match=rf"line 3: {reason}.*after 2 lines without a fault"):
+        read_log(path, strict=True)
+    assert read_log(path).num_skipped + read_log(path).num_out_of_order == 2
+
+
+def test_strict_tells_nothing_of_lines_behind_the_fault(tmp_path: Path) -> None:
+    """Not that an answer of a batch has no prompt, which comes behind it."""
+    asked = {"custom_id": "a", "body": {"prompt": "a b"}}
+    told = {"custom_id": "a", "response": {"body": {"choices": []}}}
+    with pytest.raises(ValueError, match="line 2: it is not JSON"):
+        read_log(write(tmp_path / "log.jsonl", told, "{", asked), strict=True)
+
+
 def test_bytes_that_are_no_text_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"timestamp": "\xff"}\n')

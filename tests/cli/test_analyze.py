@@ -89,6 +89,11 @@ def test_a_wrong_line_is_told_or_ends_all(trace: str) -> None:
     assert "line13" in refused(trace, "--strict", *SMALL)
 
 
+def test_a_field_of_a_log_is_not_called_by_the_option_of_its_name(tmp_path: Path) -> None:
+    wrong = written(tmp_path / "chats.jsonl", [chat(0) | {"output_tokens": "many"}])
+    assert "LOG:chats.jsonl:nothingtaken;line1:output_tokens=atext" in refused(wrong, *SMALL)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,6 +17,9 @@ LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", "
 COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
 _SKIPPED: Final = b"\x50\x2a\x4d\x18"  # a frame of Zstandard that holds no data, with any half byte for the first 0
 _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
+_COLUMNS: Final = frozenset(
+    {b"Timestamp", b"timestamp", b"prompt", b"messages", b"hash_ids", b"startTime", b"start_time"}
+)
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _READ_BYTES: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
@@ -111,7 +114,7 @@ def _of_file(file: Path, read: Read) -> Contents:
         head = stream.read(_READ_BYTES).removeprefix(_MARK).lstrip()
     if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
-    if head[:1] not in (b"{", b"") and b"," in head.split(b"\n", 1)[0] and b".csv" in file.name.lower().encode():
+    if _begins_table(head, ".csv" in file.name.lower()):
         return Contents("row", _table(file, read))
     return Contents("line", _lines(file, read))
 
@@ -119,6 +122,15 @@ def _of_file(file: Path, read: Read) -> Contents:
 def _begins_array(head: bytes) -> bool:
     """Whether a file begins with a JSON array. A line of a program's log may begin with a time in brackets."""
     return head[:1] == b"[" and head[1:].lstrip()[:1] in (b"{", b"[", b"]", b'"', b"")
+
+
+def _begins_table(head: bytes, is_named: bool) -> bool:
+    """Whether a file begins with the names of a table's columns. Where its own name does not say so, such as that of
+    standard input, one of them is known."""
+    line, _, _ = head.partition(b"\n")
+    if head[:1] in (b"{", b"") or b"," not in line:
+        return False
+    return is_named or not _COLUMNS.isdisjoint(cell.strip(b' "\r') for cell in line.split(b","))
 
 
 def _begins_document(head: bytes) -> bool:

@@ -74,30 +74,43 @@ def read_log(
     encoder = None if tokenizer is None else read_tokenizer(tokenizer)
     contents = contents_of(place, read)
     tally = _Tally(name, contents.unit, strict)
-    lines = tally.lines(contents.lines)
+    lines = contents.lines
     if chosen is None:
         chosen, lines = _recognised(lines, tally)
-    entries = tally.entries(chosen.parse(lines))
+    entries = tally.entries(chosen.parse(tally.lines(lines)))
     first = list(islice(entries, ENTRIES_TO_MEASURE))
     collected = _Collected(encoder or measured_estimate(first), tally)
     collected.take(chain(first, entries))
-    if not collected.requests:
+    log = collected.log(chosen) if collected.requests else None
+    tally.stop_at_fault()
+    if log is None:
         raise ValueError(tally.nothing_taken())
-    return collected.log(chosen)
+    return log
 
 
-def _recognised(lines: Iterator[Line], tally: "_Tally") -> tuple[Format, Iterator[Line]]:
-    """The format of the first line that is known, and all lines."""
-    seen = list(islice(lines, LINES_TO_RECOGNISE))
-    found = next((known for known in map(format_of, (line.fields for line in seen)) if known), None)
-    if found is not None:
-        return found, chain(seen, lines)
-    if not seen:
+def _recognised(lines: Iterator[Line | SkippedLine], tally: "_Tally") -> tuple[Format, Iterator[Line | SkippedLine]]:
+    """The format of the first line that is known, and the lines from the first that holds an object on."""
+    seen: list[Line | SkippedLine] = []
+    objects: list[Line] = []
+    for line in lines:
+        if not objects and not isinstance(line, Line):
+            tally.count(line)
+            tally.stop_at_fault()
+            continue
+        seen.append(line)
+        if isinstance(line, Line):
+            objects.append(line)
+            found = format_of(line.fields)
+            if found is not None:
+                return found, chain(seen, lines)
+        if len(objects) == LINES_TO_RECOGNISE:
+            break
+    if not objects:
         raise ValueError(tally.nothing_taken())
     names = ", ".join(known.name for known in FORMATS)
     raise ValueError(
-        f"{tally.source}: no known format; {tally.unit} {seen[0].number} has {_names(seen[0].fields)}; expected one of "
-        f"{names}"
+        f"{tally.source}: no known format; {tally.unit} {objects[0].number} has {_names(objects[0].fields)}; expected "
+        f"one of {names}"
     )
 
 
@@ -108,27 +121,37 @@ def _names(fields: Fields) -> str:
 
 @dataclass
 class _Tally:
-    """Lines that were seen and lines that were left out."""
+    """Lines that were seen and lines that were left out.
+
+    With `strict` reading ends at a fault. It is told when the requests before it have been looked at, some of which
+    wait in a batch: the first line with a fault is to be named.
+    """
 
     source: str
     unit: str
     strict: bool
+    fault: SkippedLine | None = None
     num_lines: int = 0
     num_skipped: int = 0
     skipped: list[SkippedLine] = field(default_factory=list)
 
     def skip(self, line: SkippedLine) -> None:
-        """Counts a line that is left out, or raises ValueError if none may be."""
-        self.stop_if_strict(line)
+        """Counts a line that is left out."""
+        self.find(line)
         self.num_skipped += 1
         if len(self.skipped) < SKIPPED_KEPT:
             self.skipped.append(line)
 
-    def stop_if_strict(self, line: SkippedLine) -> None:
-        """Raises ValueError that names the line and how many stand before it, if nothing may be wrong."""
-        if self.strict:
-            right = f"strict ends the reading here, after {self.units(line.line - 1)} without a fault"
-            raise ValueError(f"{self.source}, {self.unit} {line.line}: {line.reason}; {right}")
+    def find(self, line: SkippedLine) -> None:
+        """Notes a fault, if nothing may be wrong."""
+        if self.strict and (self.fault is None or line.line < self.fault.line):
+            self.fault = line
+
+    def stop_at_fault(self) -> None:
+        """Raises ValueError that names the first line with a fault and how many stand before it, if there is one."""
+        if self.fault is not None:
+            right = f"strict ends the reading here, after {self.units(self.fault.line - 1)} without a fault"
+            raise ValueError(f"{self.source}, {self.unit} {self.fault.line}: {self.fault.reason}; {right}")
 
     def units(self, number: int) -> str:
         """A number of lines, or of what they are."""
@@ -137,15 +160,24 @@ class _Tally:
     def lines(self, lines: Iterable[Line | SkippedLine]) -> Iterator[Line]:
         """The lines that hold an object."""
         for line in lines:
-            self.num_lines += 1
+            self.count(line)
+            if self.fault is not None:
+                return
             if isinstance(line, Line):
                 yield line
-            else:
-                self.skip(line)
+
+    def count(self, line: Line | SkippedLine) -> None:
+        """Counts a line."""
+        self.num_lines += 1
+        if isinstance(line, SkippedLine):
+            self.skip(line)
 
     def entries(self, entries: Iterable[Entry | SkippedLine]) -> Iterator[Entry]:
-        """The entries of lines that are right."""
+        """The entries of lines that are right. What a format tells of other lines at the end is not asked for behind a
+        fault, because it does not know all of them."""
         for entry in entries:
+            if self.fault is not None:
+                return
             if isinstance(entry, Entry):
                 yield entry
             else:
@@ -254,7 +286,7 @@ class _Collected:
             unit=self.tally.unit,
             num_out_of_order=len(late),
             num_skipped=self.tally.num_skipped,
-            skipped=self.tally.skipped,
+            skipped=sorted(self.tally.skipped, key=lambda skipped: skipped.line),
             tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
             assumptions=self._assumptions(has_contents, late),
             texts=self.texts.taken(order) if self.texts else None,
@@ -288,7 +320,7 @@ class _Collected:
         return finished
 
     def _late(self, order: Sequence[int]) -> list[int]:
-        """Lines of requests that arrived before one that stands further up. Raises ValueError if there may be none."""
+        """Lines of requests that arrived before one that stands further up, of which the first is a fault."""
         by_line = sorted(order, key=lambda place: self.requests[place].line)
         arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
         latest = np.maximum.accumulate(arrivals) if len(arrivals) else arrivals
@@ -296,7 +328,7 @@ class _Collected:
         for place in late[:1]:
             back = f"its time is {latest[place] - arrivals[place]:g} s before that of a request further up"
             line = self.requests[by_line[place]].line
-            self.tally.stop_if_strict(SkippedLine(line, f"{back}; expected times that do not run backwards"))
+            self.tally.find(SkippedLine(line, f"{back}; expected times that do not run backwards"))
         return [self.requests[by_line[place]].line for place in late]
 
     def _assumptions(self, has_contents: bool, late: Sequence[int]) -> list[str]:

@@ -1,11 +1,13 @@
 """`trunkattn analyze`: a log in, and out what sharing is worth."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -31,7 +33,7 @@ def run_analyze(options: AnalyzeOptions) -> None:
     errors = Console(file=sys.stderr)
     with reported_by_option(AnalyzeOptions):
         setup_of(options.settings())  # before the log is read, which may last minutes
-        with shown_progress(errors) as progress, as_file(options.log) as place:
+        with shown_progress(errors) as progress, as_file(options.log) as place, _reported_as_log():
             log = read_log(
                 place,
                 format=options.log_format,
@@ -52,6 +54,17 @@ def run_analyze(options: AnalyzeOptions) -> None:
     for path in (options.json_file, options.html_file):
         if path is not None:
             errors.print(f"written: {path}", style="dim", markup=False, highlight=False)
+
+
+@contextmanager
+def _reported_as_log() -> Iterator[None]:
+    """Reports what is wrong in a log as it is, because its fields may have the names of options."""
+    try:
+        yield
+    except ValueError as error:
+        if re.match(r"(log|format|tokenizer)=", str(error)):
+            raise
+        raise typer.BadParameter(str(error), param_hint="LOG") from error
 
 
 def check_options(options: AnalyzeOptions) -> None:
