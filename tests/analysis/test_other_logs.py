@@ -4,6 +4,8 @@ was cached or thought, tools, pictures, and files that are damaged in the middle
 import gzip
 import json
 import random
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import zstandard
 
 from trunkattn.analysis.ceiling import ceiling_of
+from trunkattn.analysis.formats.base import brief
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
 
@@ -297,3 +300,35 @@ def test_an_object_over_several_lines_may_begin_on_the_first(tmp_path: Path) -> 
     for text in ('{ "prompt": "a",\n  "n": 2 }', '{"prompt": "a",\n"n": 2}\n{"prompt":\n"b"}\n'):
         assert read(tmp_path, text)[0].num_answers == 2
     assert len(read(tmp_path, '{"prompt": "a"', {"prompt": "b"}, {"prompt": "c"})) == 2
+
+
+def test_parquet_as_other_programs_write_it(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "log.parquet"
+    usage = arrow.array([[("prompt_tokens", 3), ("completion_tokens", 9)]] * 2, arrow.map_("string", "int64"))
+    times = {
+        "ns": arrow.array([1767225600_123456789, 1767225601_623456789], arrow.timestamp("ns", "UTC")),
+        "decimal": arrow.array([Decimal("1.25"), Decimal("2.75")]),
+        "date": arrow.array([date(2026, 1, 1), date(2026, 1, 2)]),
+    }
+    for name, column in times.items():
+        texts = arrow.array([b"a b", b"c d"])
+        parquet.write_table(arrow.table({"timestamp": column, "prompt": texts, "usage": usage}), path)
+        first, second = read_log(path).requests
+        assert second.arrival == pytest.approx(86400 if name == "date" else 1.5, abs=1e-6)
+        assert first.num_output_tokens == 9
+
+
+def test_a_parquet_file_that_is_damaged_in_the_middle(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "log.parquet"
+    parquet.write_table(arrow.table({"prompt": ["a" * 100] * 100}), path)
+    data = bytearray(path.read_bytes())
+    data[8:40] = bytes(32)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"it is no whole Parquet file \(.*\); copy or download it again"):
+        read_log(path)
+
+
+def test_bytes_are_not_quoted() -> None:
+    assert brief(b"somebody's words") == "bytes"

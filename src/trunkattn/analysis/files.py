@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from trunkattn.analysis.formats.base import Line
+from trunkattn.analysis.parquet import rows_of
 from trunkattn.analysis.records import SkippedLine
 
 LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", ".parquet"})
@@ -333,21 +334,8 @@ def _number(value: Any) -> Any:
 
 def _rows(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Rows of a table in Parquet."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{file}: it is Parquet, and the package pyarrow is missing; run pip install pyarrow, or export JSON lines"
-        ) from error
-    try:
-        table = parquet.ParquetFile(file)
-    except Exception as error:  # Arrow has errors of its own
-        raise ValueError(f"{file}: it is no whole Parquet file ({error}); copy or download it again") from error
-    number = 0
-    for batch in table.iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
-            number += 1
-            yield Line(number, _without_json(row))
+    for number, row in enumerate(rows_of(file), start=1):
+        yield Line(number, _without_json(row))
     read(file.stat().st_size)
 
 

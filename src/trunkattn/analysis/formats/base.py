@@ -274,6 +274,8 @@ def decoded(value: Any) -> Any:
 
 def brief(value: Any) -> str:
     """A value for an error, cut short. A text with words is not quoted, since it may be somebody's prompt."""
+    if isinstance(value, bytes):
+        return "bytes"
     if isinstance(value, str) and not _NO_WORDS.fullmatch(value):
         return "a text"
     if isinstance(value, Mapping | list | tuple):
