@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import zstandard
 
+from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.formats.base import brief
+from trunkattn.analysis.html import to_html
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.settings import Settings
 
 CALL = {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": 64, "gen_ai.usage.output_tokens": 8}
 ASKED = {"role": "user", "content": "When does the ferry leave?"}
@@ -332,3 +335,12 @@ def test_a_parquet_file_that_is_damaged_in_the_middle(tmp_path: Path) -> None:
 
 def test_bytes_are_not_quoted() -> None:
     assert brief(b"somebody's words") == "bytes"
+
+
+def test_a_report_shows_the_text_of_each_prompt_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"prompt": ["first " * 300, "second " * 300], "output_tokens": 50}))
+    analysis = analyze(read_log(path), Settings(concurrencies=(2,), find_spoilers=False))
+    for word in ("first", "second"):
+        assert f"{word} {word}" in to_html(analysis, show_text=True)
+        assert f"{word} {word}" not in to_html(analysis)

@@ -19,6 +19,7 @@ from trunkattn.analysis.records import Log, LoggedRequest
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
 from trunkattn.analysis.texts import Texts
 from trunkattn.analysis.tokens import ByteEstimate
+from trunkattn.analysis.varying import Example, kind_of
 
 from ..attention.cases import fraction
 
@@ -428,3 +429,8 @@ def test_chained_hashes_tell_no_spoiler_and_the_log_says_so(tmp_path: Path) -> N
 def test_a_log_without_texts_has_none() -> None:
     request = LoggedRequest(1, None, 16, None, np.array([1]), 16)
     assert find_spoilers(Log("log", "test", [request] * 20, 20)) == []
+
+
+def test_addresses_of_one_domain_are_user_names() -> None:
+    texts = [(f"Write to {name}@example.com today.", 9, 9 + len(name)) for name in ("al16", "bo3", "cy5")]
+    assert kind_of([Example(*text) for text in texts]) == ("user name", 0)

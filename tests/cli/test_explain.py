@@ -78,16 +78,16 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"seq_lens": None}, '"seq_lens" is not a list of integers'),
-        ({"seq_lens": [40, 41]}, "seq_lens"),
+        ({"seq_lens": None}, 'there is no "seq_lens"'),
+        ({"seq_lens": [40, 41]}, '"seq_lens" has 2 entries; expected 3'),
+        ({"seq_lens": [40, 41, 0]}, '"seq_lens" holds a 0; expected at least 1 token'),
         ({"seq_lens": [40, 41, 33]}, 'row 2 of "block_table" has 2 pages of 16 tokens'),
         ({"seq_lens": [40, 41, 1.5]}, '"seq_lens" is not a list of integers'),
         ({"block_table": [[0, 1, 2], [0, 1, "x"], [0, 4]]}, '"block_table" is not a list of integers'),
         ({"block_table": [[0, 1, 2], [0, 1, -3], [0, 4]]}, '"block_table" is not a list of integers from 0'),
         ({"block_table": [[0, [1], 2], [0, 1, 3], [0, 4]]}, '"block_table" is not a list of integers'),
         ({"block_table": 3}, '"block_table" is not a list of rows'),
-        ({"page_size": 0}, '"page_size" is 0'),
-        ({"page_size": "16"}, '"page_size" is not'),
+        *(({"page_size": size}, '"page_size" is not one integer of at least 1') for size in (0, "16", [], [8, 9], 1.5)),
         ({"block_table": [], "seq_lens": []}, '"block_table" is not a list of rows'),
     ],
 )
@@ -104,7 +104,15 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     assert f'thereisno"{name}"' in run(str(path), code=2).replace(" ", "")
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00\xff"])
+def test_what_a_table_is_padded_with_is_not_looked_at(tmp_path: Path) -> None:
+    """Engines pad rows with any number."""
+    path = tmp_path / "batch.json"
+    for pad in (-1, 1 << 40):
+        path.write_text(json.dumps(GOOD | {"block_table": [[0, 1, 2], [0, 1, 3], [0, 4, pad]]}))
+        assert read_batch(str(path), None)[0].tolist() == [[0, 1, 2], [0, 1, 3], [0, 4, 0]]
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00\xff", "[" * 100_000, "\x93NUMPY"])
 def test_what_is_no_batch_is_refused(tmp_path: Path, content: str) -> None:
     for name in ("batch.json", "batch.npz"):
         (tmp_path / name).write_text(content)

@@ -75,12 +75,13 @@ def _prompts(log: Log) -> Callable[[TrieNode], str]:
     """The text of a node: the part of its request's prompt that begins as far behind as its tokens do."""
     texts = log.texts
     assert texts is not None
-    places = {request.line: place for place, request in enumerate(log.requests)}
+    places = {request.key: place for place, request in enumerate(log.requests)}
 
     def prompt_of(node: TrieNode) -> str:
-        if node.line not in places:
+        place = places.get((node.line, node.part))
+        if place is None:
             return ""
-        request, text = log.requests[places[node.line]], texts[places[node.line]]
+        request, text = log.requests[place], texts[place]
         start = len(text) * node.start // max(1, request.num_prompt_tokens)
         return " ".join(text[start : start + _TEXT_CHARACTERS].split())
 

@@ -143,7 +143,7 @@ class TrieNode:
         start: tokens before the node.
         tokens: tokens of the node.
         sequences: sequences that read it.
-        line: line of the log of a request that reads it, by which its text is found.
+        line, part: of the log, of a request that reads it, by which its text is found.
     """
 
     parent: int
@@ -151,6 +151,7 @@ class TrieNode:
     tokens: int
     sequences: int
     line: int
+    part: int = 0
 
 
 @dataclass(frozen=True)

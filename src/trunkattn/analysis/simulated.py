@@ -110,9 +110,9 @@ class SimulatedEngine:
         """Whether a request that arrives now waits for a sequence to end."""
         return len(self.scheduler.running) >= self.scheduler.max_num_seqs
 
-    def lines(self, requests: list[Request]) -> list[int]:
-        """Lines of the log that running sequences come from."""
-        return [self._jobs[request.owner_id].logged.line for request in requests]
+    def keys(self, requests: list[Request]) -> list[tuple[int, int]]:
+        """Lines and parts of the log that running sequences come from."""
+        return [self._jobs[request.owner_id].logged.key for request in requests]
 
     def add(self, job: Job) -> None:
         """Queues a request of the log, which `EngineSize.fits`."""

@@ -167,7 +167,7 @@ class TimedEngine:
         table = self._table.of(running, seq_lens)
         batch = DecodeBatch.of(table, seq_lens, self.engine.cache.page_size)
         if wants_tree:
-            self.album.add(self.time, batch, self.engine.lines(running))
+            self.album.add(self.time, batch, self.engine.keys(running))
         times = self._prices.attention(batch)
         return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times)
 

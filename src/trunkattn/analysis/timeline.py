@@ -88,15 +88,15 @@ class Album:
         """Whether a tree of this time is to be kept."""
         return not self.snapshots or time >= self.snapshots[-1].time + self.seconds
 
-    def add(self, time: float, batch: DecodeBatch, lines: list[int]) -> None:
-        """Keeps the tree of a decode batch. lines: line of the log of each of its rows."""
-        self.snapshots.append(Snapshot(time, tree_of(batch, lines)))
+    def add(self, time: float, batch: DecodeBatch, keys: list[tuple[int, int]]) -> None:
+        """Keeps the tree of a decode batch. keys: line and part of the log of each of its rows."""
+        self.snapshots.append(Snapshot(time, tree_of(batch, keys)))
         if len(self.snapshots) > MAX_SNAPSHOTS:
             self.snapshots = self.snapshots[::2]
             self.seconds = 2 * max(self.seconds, time / MAX_SNAPSHOTS / 2)
 
 
-def tree_of(batch: DecodeBatch, lines: list[int]) -> list[TrieNode]:
+def tree_of(batch: DecodeBatch, keys: list[tuple[int, int]]) -> list[TrieNode]:
     """The nodes of a prefix forest that have tokens."""
     forest, nodes = batch.forest, list[TrieNode]()
     places = np.full(len(forest.parent) + 1, -1)  # the last one stands for no parent
@@ -106,6 +106,6 @@ def tree_of(batch: DecodeBatch, lines: list[int]) -> list[TrieNode]:
             continue
         places[node] = len(nodes)
         first, last = int(forest.row_start[node]), int(forest.row_end[node])
-        line = lines[int(forest.order[first])]
-        nodes.append(TrieNode(int(places[parent]), start, end - start, last - first, line))
+        line, part = keys[int(forest.order[first])]
+        nodes.append(TrieNode(int(places[parent]), start, end - start, last - first, line, part))
     return nodes

@@ -31,7 +31,7 @@ PATTERNS: Final = (
     ("user name", re.compile(rf"[\w.+-]+@[\w-]+\.[\w.]+|{_NAMED}")),
 )
 CONTEXT: Final = 40  # characters in front of what varies that may belong to it, or are its label
-_BEHIND: Final = 8
+_BEHIND: Final = 32
 _USUAL: Final = 0.9  # share of the examples that match a kind
 _COVERED: Final = 0.6  # share of what varies that the match covers
 _WORDS: Final = re.compile(r"\w+|[^\w\s]")

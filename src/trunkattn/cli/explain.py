@@ -68,31 +68,48 @@ def read_batch(batch: str, page_size: int | None) -> Tables:
         return made.block_table, made.seq_lens, made.page_size
     path = Path(batch).expanduser()
     fields = _fields(path)
-    missing = [name for name in FIELDS if name not in fields and (name != "page_size" or page_size is None)]
+    given = {"page_size": page_size, **{name: value for name, value in fields.items() if value is not None}}
+    missing = [name for name in FIELDS if given.get(name) is None]
     if missing:
         raise ValueError(
             f"batch={batch!r}: there is no {' and no '.join(map(json.dumps, missing))}; expected {EXPECTED}"
         )
-    listed = fields["block_table"]
-    if not isinstance(listed, list | np.ndarray) or not np.iterable(listed) or len(listed) == 0:
-        raise ValueError(f'batch={batch!r}: "block_table" is not a list of rows')
-    rows = [_integers(batch, "block_table", row) for row in listed]
-    table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
-    for row, pages in enumerate(rows):
-        table[row, : len(pages)] = pages
-    lengths = _integers(batch, "seq_lens", fields["seq_lens"])
-    size = int(_integers(batch, "page_size", np.array([fields.get("page_size", page_size)]).ravel())[0])
+    size = _page_size(batch, given["page_size"])
     if page_size is not None and size != page_size:
         raise ValueError(f"page_size={page_size}: expected {size}, which the file says")
-    if size < 1:
-        raise ValueError(f'batch={batch!r}: "page_size" is {size}, expected an integer of at least 1')
-    short = [row for row, pages in enumerate(rows) if row < len(lengths) and len(pages) * size < lengths[row]]
-    if short:
+    lengths = _integers(batch, "seq_lens", given["seq_lens"])
+    return _table(batch, given["block_table"], lengths, size), lengths.astype(np.int32), size
+
+
+def _page_size(batch: str, value: Any) -> int:
+    size = np.array(value)
+    if size.shape not in ((), (1,)) or size.dtype.kind not in "iu" or size.item() < 1:
+        raise ValueError(f'batch={batch!r}: "page_size" is not one integer of at least 1')
+    return int(size.item())
+
+
+def _table(batch: str, listed: Any, lengths: NDArray[np.int64], page_size: int) -> NDArray[np.int32]:
+    """The pages that each row needs for its length. What a table is padded with behind them is not looked at."""
+    if not isinstance(listed, list | np.ndarray) or not np.iterable(listed) or len(listed) == 0:
+        raise ValueError(f'batch={batch!r}: "block_table" is not a list of rows')
+    if len(lengths) != len(listed):
         raise ValueError(
-            f'batch={batch!r}: row {short[0]} of "block_table" has {len(rows[short[0]])} pages of {size} tokens; '
-            f"expected enough for its length, {lengths[short[0]]}"
+            f'batch={batch!r}: "seq_lens" has {len(lengths)} entries; expected {len(listed)}, one for each row of '
+            f'"block_table"'
         )
-    return table.astype(np.int32), lengths.astype(np.int32), size
+    if lengths.min() < 1:
+        raise ValueError(f'batch={batch!r}: "seq_lens" holds a 0; expected at least 1 token in each row')
+    needed = (-(-lengths // page_size)).tolist()
+    table = np.zeros((len(listed), max(needed)), np.int32)
+    for number, (row, count) in enumerate(zip(listed, needed, strict=True)):
+        pages = _integers(batch, "block_table", row[:count] if isinstance(row, list | np.ndarray) else row)
+        if len(pages) < count:
+            raise ValueError(
+                f'batch={batch!r}: row {number} of "block_table" has {len(pages)} pages of {page_size} tokens; '
+                f"expected enough for its length, {lengths[number]}"
+            )
+        table[number, :count] = pages
+    return table
 
 
 def _fields(path: Path) -> dict[str, Any]:
@@ -102,10 +119,10 @@ def _fields(path: Path) -> dict[str, Any]:
         raise ValueError(f"batch={str(path)!r}: there is no such file; {expected}")
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
+            with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as arrays:
                 return dict(arrays)
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zipfile.BadZipFile) as error:
         raise ValueError(f"batch={str(path)!r}: it cannot be read ({error}); {expected}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"batch={str(path)!r}: it holds no JSON object; expected {EXPECTED}")
