@@ -25,6 +25,8 @@ STRANGE: Final[tuple[Any, ...]] = (
     *({"meta_info": SECRET}, {"choices": SECRET}, {"choices": []}, {"choices": [None]}, {"usage": SECRET}),
     *({"n": SECRET}, {"intValue": SECRET}, {"intValue": []}, {"arrayValue": None}, {"arrayValue": {"values": None}}),
     *({"kvlistValue": {"values": [{}]}}, {"kvlistValue": None}),
+    *([{"choices": 3}], [{"choices": [3, {"index": [], "delta": SECRET}]}, 3], {"usage": []}, {"input_cached": SECRET}),
+    *({"function_call": SECRET}, [{"type": "blob"}, {"inlineData": SECRET}], {"status": {"code": []}}, '{"a":', "[1"),
 )
 
 

@@ -120,18 +120,24 @@ def test_token_ids_without_a_tokenizer_are_exact(tmp_path: Path) -> None:
     assert log.texts is None
 
 
-def test_a_template_that_refuses_leaves_the_line_out(tokenizer_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [("'only users'", ": 'only users'"), ("'not ' + messages[0].content", ", with a TemplateError")],
+)
+def test_a_template_that_refuses_leaves_the_line_out(
+    tokenizer_folder: Path, tmp_path: Path, error: str, reason: str
+) -> None:
     folder = tmp_path / "strict"
     folder.mkdir()
     for file in tokenizer_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{{ raise_exception('only users') if messages[0].role != 'user' }}" + TEMPLATE
+    template = f"{{{{ raise_exception({error}) if messages[0].role != 'user' }}}}" + TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     rows = [{"messages": [{"role": role, "content": "hello"}]} for role in ("user", "system")]
     log = read_log(write(tmp_path / "log.jsonl", *rows), tokenizer=folder)
     assert (len(log.requests), log.num_skipped, log.skipped[0].line) == (1, 1, 2)
-    assert log.skipped[0].reason == "messages: the chat template refuses them: 'only users'"
+    assert log.skipped[0].reason == f"messages: the chat template refuses them{reason}"
 
 
 def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:

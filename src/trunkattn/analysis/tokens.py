@@ -186,7 +186,10 @@ class TokenizerEncoder:
                 messages, tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program, and may raise anything
-            raise ValueError(f"messages: the chat template refuses them: {str(error)[:120]!r}") from error
+            said = str(error)
+            is_its_own = said in str(self.tokenizer.chat_template)  # else it may quote the messages
+            why = f": {said[:120]!r}" if is_its_own else f", with a {type(error).__name__}"
+            raise ValueError(f"messages: the chat template refuses them{why}") from error
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
         """The text of token ids."""

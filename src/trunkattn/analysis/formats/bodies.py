@@ -104,7 +104,8 @@ def _joined(pieces: Sequence[Fields]) -> Fields:
     """One response of the pieces in which it was streamed, with the last usage and what all answers say."""
     deltas: dict[int, list[str]] = {}
     for piece in pieces:
-        for choice in first(piece, "choices") or []:
+        choices = piece.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
             index = first(choice, "index") if isinstance(choice, Mapping) else None
             text = answer_text(first(choice, "delta", "text")) if isinstance(choice, Mapping) else None
             deltas.setdefault(index if isinstance(index, int) else 0, []).append(text or "")
