@@ -344,3 +344,9 @@ def test_a_report_shows_the_text_of_each_prompt_of_a_line(tmp_path: Path) -> Non
     for word in ("first", "second"):
         assert f"{word} {word}" in to_html(analysis, show_text=True)
         assert f"{word} {word}" not in to_html(analysis)
+
+
+def test_a_table_without_names_is_not_quoted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 1 has the fields a text, 17; expected one of") as caught:
+        read(tmp_path, "Somebody's long question,17", "Another one,18", name="log.csv")
+    assert "question" not in str(caught.value)

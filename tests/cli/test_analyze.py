@@ -1,13 +1,16 @@
 """`trunkattn analyze` from the command line: small logs, what it writes, and what is wrong with a log or an option."""
 
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from trunkattn.cli.analyze import shown_progress
 from trunkattn.cli.app import app
 
 SMALL = ("--concurrency", "2", "--num-pages", "4000", "--page-size", "16")
@@ -87,6 +90,13 @@ def test_a_wrong_line_is_told_or_ends_all(trace: str) -> None:
     assert "12 requests of 14 lines, 2 skipped" in text
     assert "line 13 skipped" in text and "line 14 skipped" in text and "input_length" in text
     assert "line13" in refused(trace, "--strict", *SMALL)
+
+
+def test_the_bar_shows_the_name_of_any_log() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with shown_progress(console) as progress:
+        progress("reading [/red]", 0.5)
+    assert "reading [/red]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_field_of_a_log_is_not_called_by_the_option_of_its_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Logs of any known format, read a line at a time into the records that an analysis replays."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -27,6 +28,7 @@ from trunkattn.analysis.tokens import (
 )
 
 LINES_TO_RECOGNISE: Final = 100  # of which the first one that is known says the format
+_NAME: Final = re.compile(r"[\w.:-]{1,40}")
 ENTRIES_TO_MEASURE: Final = 1000  # by which bytes per token are estimated
 BATCH: Final = 256  # prompts that are tokenized at once
 SKIPPED_KEPT: Final = 20
@@ -115,7 +117,8 @@ def _recognised(lines: Iterator[Line | SkippedLine], tally: "_Tally") -> tuple[F
 
 
 def _names(fields: Fields) -> str:
-    names = [str(name)[:30] for name in fields][:8]
+    """Some fields' names. What has spaces is not quoted: a table without names has texts in their place."""
+    names = [name if _NAME.fullmatch(name) else "a text" for name in fields][:8]
     return f"the fields {', '.join(names)}{', …' if len(fields) > 8 else ''}" if names else "no fields"
 
 

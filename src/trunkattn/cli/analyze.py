@@ -108,7 +108,7 @@ def shown_progress(console: Console, num_requests: int | None = None) -> Iterato
         "{task.percentage:3.0f} %" if num_requests is None else "{task.completed:,.0f} of {task.total:,.0f} requests"
     )
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # it names the log
         BarColumn(),
         TextColumn(counted),
         TimeElapsedColumn(),
