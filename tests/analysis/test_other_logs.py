@@ -350,3 +350,20 @@ def test_a_table_without_names_is_not_quoted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 1 has the fields a text, 17; expected one of") as caught:
         read(tmp_path, "Somebody's long question,17", "Another one,18", name="log.csv")
     assert "question" not in str(caught.value)
+
+
+def test_where_tokens_come_from_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    for row, source in (
+        ({"prompt_token_ids": [1, 2], "output_tokens": 3}, "token ids"),
+        (span(0), "the log's own counts"),
+        ({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}, "block hashes"),
+        ({"prompt": "a"}, "an estimate of 4 bytes per token"),
+    ):
+        path.write_text(json.dumps(row))
+        assert read_log(path).tokens_from == source
+
+
+def test_files_with_marks_may_be_joined(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"\ufeff{json.dumps({'prompt': 'a'})}\n" * 2, encoding="utf-8")
+    assert len(read_log(tmp_path / "log").requests) == 2

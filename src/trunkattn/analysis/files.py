@@ -240,7 +240,7 @@ def _lines(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Lines of JSON; empty ones are left out."""
     with _opened(file, read) as stream:
         for number, line in enumerate(stream, start=1):
-            text = (line.removeprefix(_MARK) if number == 1 else line).strip()
+            text = line.removeprefix(_MARK).strip()  # files that were joined have several marks
             if text:
                 yield _parsed(number, text)
 

@@ -290,12 +290,20 @@ class _Collected:
             num_out_of_order=len(late),
             num_skipped=self.tally.num_skipped,
             skipped=sorted(self.tally.skipped, key=lambda skipped: skipped.line),
-            tokens_from="block hashes" if len(self.contents) == len(self.requests) else self.encoder.tokens_from,
+            tokens_from=self._tokens_from(),
             assumptions=self._assumptions(has_contents, late),
             texts=self.texts.taken(order) if self.texts else None,
             encode=self.encoder.encode if self.texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
         )
+
+    def _tokens_from(self) -> str:
+        """Where counts and blocks come from, for people."""
+        if self.texts:
+            return self.encoder.tokens_from
+        if len(self.contents) < len(self.requests):
+            return "token ids"
+        return "block hashes" if any(len(ids) for ids in self.contents) else "the log's own counts"
 
     def _order(self) -> list[int]:
         """The places of the requests that stay, in order of arrival. Where some have times, those without are left

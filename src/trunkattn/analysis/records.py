@@ -78,8 +78,8 @@ class Log:
             in a folder are counted on from file to file, in order of their names.
         num_out_of_order: requests that arrived before one that stands further up.
         skipped: the first lines that were not taken; `num_skipped` counts all.
-        tokens_from: where token counts and blocks come from, for people: "block hashes", "the tokenizer of X", or
-            "an estimate of 4 bytes per token".
+        tokens_from: where token counts and blocks come from, for people: "block hashes", "token ids", "the
+            tokenizer of X", "an estimate of 4 bytes per token", or "the log's own counts" where they are all it has.
         assumptions: what the reader assumed, one sentence each.
         texts: the prompt of each request as text, in the order of `requests`, empty where it is not known; None: the
             log has none. They are kept for `spoilers` and never written to a report unless the user asks for it.
