@@ -1,7 +1,7 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,6 +33,10 @@ class Plan:
     ) -> None:
         """Wraps a planned step. refills: whether another batch may be planned into it."""
         self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles, whose kernels would read the arrays of the plan that was copied."""
+        raise TypeError("a Plan is copied or pickled: expected one made by BatchAttention.plan, so plan there again")
 
     @property
     def num_query_tokens(self) -> int:
@@ -133,6 +137,10 @@ class BatchAttention:
             self.device = torch.device("cpu")  # tensors there have no index
         source = import_module(BACKENDS[self.device.type].source)
         self._backend: Backend[Any] = source.make(config, self.device, capacity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a copy is made of: it has a workspace of its own, and none of this one's plans."""
+        return BatchAttention, (self.config, self.device, self.capacity)
 
     def plan(
         self,
@@ -262,7 +270,8 @@ class BatchAttention:
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
                 strides with a contiguous last dimension. With a latent_dim, k_cache is [num_pages, page_size, head_dim]
                 and v_cache None: the values are its first columns.
-            out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides; None: a new tensor.
+            out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides, in no other argument's memory;
+                None: a new tensor.
             return_lse: also return lse [num_query_tokens, num_qo_heads] float32 (natural log, sinks not included).
             q_scale, k_scale, v_scale: what stored q, k, v are to be multiplied by: a number, or a tensor of one element
                 or [num_kv_heads]. With a latent_dim k_scale is the rows', of keys and values, and v_scale None.

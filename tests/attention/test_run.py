@@ -1,9 +1,12 @@
 """What plan and run promise besides the numbers: outputs given, several plans, repeated runs, memory left alone."""
 
+import copy
 import math
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +110,22 @@ def test_the_first_token_of_a_sequence_returns_its_value() -> None:
     out, lse = attention.run(plan, torch.randn(1, 4, 32), cache, cache, return_lse=True)
     assert torch.equal(out, cache[:1, 0].repeat_interleave(2, 1))
     assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda object_: pickle.loads(pickle.dumps(object_))])
+def test_a_copy_reads_no_array_of_what_was_copied(copied: Callable[[object], object]) -> None:
+    """Kernels know where arrays lie: those of a copy would be the arrays of the first, which may be gone."""
+    attention, step = make_attention(), one_step()
+    plan = step.plan(attention)
+    expected = step.run(attention, plan)
+    with pytest.raises(TypeError, match=r"a Plan is copied or pickled: expected one made by BatchAttention\.plan"):
+        copied(plan)
+    other = copied(attention)
+    assert isinstance(other, BatchAttention) and other.config == attention.config
+    with pytest.raises(ValueError, match="plan belongs to another BatchAttention"):
+        step.run(other, plan)
+    del attention, plan
+    assert all(torch.equal(a, b) for a, b in zip(step.run(other), expected, strict=True))
 
 
 def test_several_plans_live_at_once() -> None:
