@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.validate import check_int, check_plain, written
+from trunkattn.validate import check_apart, check_dense, check_int, check_plain, written
 
 Int32Array = NDArray[np.int32]
 Scale = float | torch.Tensor | None
@@ -43,6 +43,7 @@ def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.
     """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    check_dense(name, tensor)
     if tensor.device.type not in ("cpu", device.type):
         raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if tensor.dtype != torch.int32:
@@ -221,12 +222,13 @@ def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
             raise ValueError("v_cache is missing: expected a tensor, or a configuration with latent_dim")
         return arguments
     q, q_rope = q if isinstance(q, tuple) and len(q) == 2 else (q, None)
-    given = k_cache if isinstance(k_cache, torch.Tensor) else torch.empty(0, dtype=torch.uint8, device="cpu")
-    if given.dim() != 3 or given.shape[1:] != (config.page_size, config.head_dim):
-        shape = tuple(given.shape) if given is k_cache else type(k_cache).__name__
+    if not isinstance(k_cache, torch.Tensor):
+        raise TypeError(f"k_cache is a {type(k_cache).__name__}: expected a torch.Tensor")
+    check_dense("k_cache", k_cache)
+    if k_cache.dim() != 3 or k_cache.shape[1:] != (config.page_size, config.head_dim):
         raise ValueError(
-            f"k_cache has shape {shape}: expected (any, {config.page_size}, {config.head_dim}), rows of a latent "
-            f"cache, the first latent_dim={latent_dim} columns of which are the values"
+            f"k_cache has shape {tuple(k_cache.shape)}: expected (any, {config.page_size}, {config.head_dim}), rows of "
+            f"a latent cache, the first latent_dim={latent_dim} columns of which are the values"
         )
     values = k_cache[..., :latent_dim]
     if v_cache is not None and not _is_same_view(v_cache, values):
@@ -280,12 +282,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
             raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous last dimension")
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
-        if 0 in out.stride() and any(
-            stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
-        ):
-            raise ValueError(
-                f"out has strides {out.stride()}: expected no two elements in one place; use out.contiguous()"
-            )
+        check_apart("out", out)
     if (sinks is not None) != config.sinks:
         raise ValueError(
             f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}, "
@@ -304,6 +301,7 @@ def _tensor(
     """Checks a tensor. shape: its first size may be None, for any."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    check_dense(name, tensor)
     if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
         raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if dtype is not None and tensor.dtype != dtype:

@@ -53,6 +53,26 @@ def check_positive(name: str, value: Any) -> None:
         )
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    """Raises ValueError unless the elements of a tensor lie in memory at its strides, as kernels read them."""
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        found = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+        raise ValueError(f"{name} {found}: expected a dense tensor")
+
+
+def check_apart(name: str, tensor: Any) -> None:
+    """Raises ValueError if two elements of a tensor that is written to may lie in one place."""
+    if tensor.is_contiguous():
+        return
+    extent = 1  # of all dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: expected no two elements in one place; use {name}.contiguous()"
+            )
+        extent += (size - 1) * stride
+
+
 def check_plain(name: str, tensor: Any) -> None:
     """Raises ValueError if torch negates a tensor when it reads it, as the imaginary part of a conjugate: kernels read
     memory."""

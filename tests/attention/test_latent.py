@@ -173,6 +173,10 @@ def test_bad_tensors_are_refused() -> None:
     plan, plain_plan = latent.plan(*tables), separate.plan(*tables)
     with pytest.raises(ValueError, match=r"k_cache has shape .*: expected \(any, 16, 48\), rows of a latent cache"):
         latent.run(plan, q, cache[..., :40])
+    with pytest.raises(TypeError, match=r"k_cache is a NoneType: expected a torch\.Tensor"):
+        latent.run(plan, q, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"k_cache has layout torch\.sparse_coo: expected a dense tensor"):
+        latent.run(plan, q, cache.to_sparse())
     with pytest.raises(ValueError, match=r"expected \(any, 16, 48\), rows of a latent cache"):
         latent.run(plan, q, cache.unsqueeze(2))
     with pytest.raises(ValueError, match="v_cache is another tensor than the first 32 columns of k_cache"):

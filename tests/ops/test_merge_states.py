@@ -101,6 +101,12 @@ OUT, LSE = random_state(0)
         ({"lse_b": None}, TypeError, "lse_b is a NoneType"),
         ({"out_a": OUT.int()}, TypeError, r"out_a has dtype torch\.int32: expected a floating dtype"),
         (
+            {"out_b": OUT.to(torch.float8_e4m3fn)},
+            TypeError,
+            r"out_b has dtype torch\.float8_e4m3fn: expected a floating dtype of 16 bits or more",
+        ),
+        ({"out_b": OUT.to_sparse()}, ValueError, r"out_b has layout torch\.sparse_coo: expected a dense tensor"),
+        (
             {"lse_a": LSE.half()},
             TypeError,
             r"lse_a has dtype torch\.float16: expected torch\.float32 or",
@@ -130,6 +136,14 @@ def test_what_is_not_a_number_is_not_taken_for_an_empty_state(broken: str) -> No
     out, lse = merge_states(*states["a"], *states["b"])
     assert out[0, 0].isnan().all() and lse[0, 0].isnan()
     assert out.isnan().sum() == 8 and lse.isnan().sum() == 1
+
+
+def test_of_infinite_states_one_outweighs_all_and_two_are_nobodys() -> None:
+    (out_a, lse_a), (out_b, lse_b) = random_state(1), random_state(2)
+    lse_a[0], lse_b[0], lse_b[1] = math.inf, math.inf, math.inf
+    out, lse = merge_states(out_a, lse_a, out_b, lse_b)
+    assert out[0].isnan().all() and (lse[:2] == math.inf).all()
+    assert torch.equal(out[1], out_b[1]) and out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("level", [0.0, 10.0, 100.0, 1e4, -5e4, 1e6, 1e8, -3e38, 3e38])

@@ -110,6 +110,9 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"v": V.to("meta")}, ValueError, "v is on meta"),
         ({"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache is on meta"),
         ({"k_cache": K_CACHE[0]}, ValueError, r"k_cache has shape \(4, 2, 8\)"),
+        ({"k_cache": K_CACHE[:1].expand(6, 4, 2, 8)}, ValueError, r"k_cache has strides \(0, .*no two elements in one"),
+        ({"k": K.to_sparse()}, ValueError, r"k has layout torch\.sparse_coo: expected a dense tensor"),
+        ({"v": V.to(torch.complex64)}, TypeError, r"v has dtype torch\.complex64: expected real numbers"),
         ({"k_cache": K_CACHE.int()}, TypeError, r"k_cache has dtype torch\.int32: expected one of torch\.float32"),
         ({"v_cache": V_CACHE.double()}, TypeError, r"v_cache has dtype torch\.float64"),
         (
@@ -140,6 +143,10 @@ def test_a_latent_cache_gets_latent_and_rope_columns(dtype: torch.dtype) -> None
     write_latent(new[:, :8], new[:, 8:], cache, SLOTS)
     expected.flatten(0, 1)[[0, 23], :13] = new[[0, 2]].to(dtype)
     assert torch.equal(storage_bytes(wide), storage_bytes(expected))
+
+
+def test_no_heads_are_nothing_to_write() -> None:
+    write_kv(K[:, :0], V[:, :0], K_CACHE[:, :, :0], V_CACHE[:, :, :0], SLOTS)
 
 
 LATENT_ARGUMENTS = {

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from trunkattn.validate import check_dense
+
 
 def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -16,8 +18,9 @@ def merge_states(
     The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf).
 
     Args:
-        out_a, out_b: [..., head_dim_v], any floating dtype.
-        lse_a, lse_b: [...] float32 or float64, natural log-sum-exp of the logits.
+        out_a, out_b: [..., head_dim_v], a floating dtype of 16 bits or more.
+        lse_a, lse_b: [...] float32 or float64, natural log-sum-exp of the logits. Where both are +inf, which attention
+            to finite logits never makes, out is NaN, as the softmax of two infinite logits is.
 
     Returns:
         out in out_a's dtype and lse in lse_a's.
@@ -34,8 +37,10 @@ def merge_states(
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-        if not tensor.is_floating_point() or (name.startswith("lse") and tensor.itemsize < 4):
-            expected = "torch.float32 or torch.float64" if name.startswith("lse") else "a floating dtype"
+        check_dense(name, tensor)
+        if not tensor.is_floating_point() or tensor.itemsize < (4 if name.startswith("lse") else 2):
+            wide = "a floating dtype of 16 bits or more"
+            expected = "torch.float32 or torch.float64" if name.startswith("lse") else wide
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
         if tensor.device != out_a.device:
             raise ValueError(f"{name} is on {tensor.device}: expected {out_a.device}, like out_a")

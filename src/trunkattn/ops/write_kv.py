@@ -8,7 +8,7 @@ from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
-from trunkattn.validate import check_plain
+from trunkattn.validate import check_apart, check_dense, check_plain
 
 
 def write_kv(
@@ -16,8 +16,8 @@ def write_kv(
 ) -> None:
     """Stores token i's key and value in slot `slot_mapping[i]` = page * page_size + offset; slot -1 is skipped.
 
-    All tensors are on the CPU or on one GPU. Values are cast to the cache's dtype. On a GPU the host does not look at
-    the slots, and the kernel skips one outside the cache.
+    All tensors are on the CPU or on one GPU, and new values are no part of a cache. Values are cast to the cache's
+    dtype. On a GPU the host does not look at the slots, and the kernel skips one outside the cache.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim].
@@ -117,6 +117,7 @@ def _write(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+    check_dense(name, tensor)
 
 
 def _check_slots(slot_mapping: Any) -> None:
@@ -157,6 +158,9 @@ def _check(new: _New, num_tokens: int) -> None:
             f"{new.cache_name} has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous: "
             "(num_pages, page_size, num_kv_heads, head_dim)"
         )
+    check_apart(new.cache_name, cache)
+    if new.tensor.is_complex():
+        raise TypeError(f"{new.name} has dtype {new.tensor.dtype}: expected real numbers")
     if cache.dtype not in KV_KINDS:
         raise TypeError(f"{new.cache_name} has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
     if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not card_at(cache.device).has_e4m3:
@@ -178,7 +182,7 @@ def _first_outside(slots, num_slots):
 def _scatter(target, strides, source, slots, page_size, num_heads):
     """One thread: a step writes a few hundred kilobytes, less than waking a second thread costs."""
     page_stride, token_stride, head_stride = strides
-    if len(slots) == 0:
+    if len(source) == 0:
         return
     width = len(source) // (len(slots) * num_heads)
     for i in range(len(slots)):

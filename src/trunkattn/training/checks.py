@@ -8,7 +8,7 @@ import torch
 
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import PrefixTree
-from trunkattn.validate import check_int, check_plain, check_positive
+from trunkattn.validate import check_dense, check_int, check_plain, check_positive
 
 DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
 
@@ -48,7 +48,7 @@ def check(q: Any, k: Any, v: Any, options: Options) -> None:
         check_int("sliding_window", options.sliding_window, 1, torch.iinfo(torch.int32).max)
 
 
-def check_nested(q: torch.Tensor, k: Any, v: Any, options: Options) -> None:
+def check_nested(q: Any, k: Any, v: Any, options: Options) -> None:
     """Raises unless q, k and v are nested tensors that packed sequences are made of, and nothing else packs them.
 
     Raises:
@@ -62,7 +62,7 @@ def check_nested(q: torch.Tensor, k: Any, v: Any, options: Options) -> None:
         if not nested or tensor.layout != torch.jagged:
             found = f"has layout {tensor.layout}" if nested else "is not nested, as q is"
             raise ValueError(f"{name} {found}: expected a nested tensor of layout torch.jagged")
-        if tensor.dim() != 4 or isinstance(tensor.shape[1], int) or not tensor.is_contiguous():
+        if tensor.dim() != 4 or tensor._ragged_idx != 1 or not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}: expected (batch, tokens of each, heads, head_dim), contiguous"
             )
@@ -82,13 +82,17 @@ def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
     return "cu_seqlens_q"
 
 
+def _check_tensor(name: str, value: Any) -> None:
+    """Raises unless it is a dense tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
+    check_dense(name, value)
+
+
 def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
     """Raises unless shapes, dtypes and devices fit. packed: the argument that makes the tensors packed, or nothing."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name} has layout {tensor.layout}: expected a dense tensor")
+        _check_tensor(name, tensor)
         dtypes = DTYPES.get(tensor.device.type)
         if dtypes is None or tensor.device != q.device:
             expected = "cpu or cuda" if dtypes is None else f"{q.device}, like q"
@@ -130,8 +134,7 @@ def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
     for name, sums in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if sums is None:
             continue
-        if not isinstance(sums, torch.Tensor):
-            raise TypeError(f"{name} is a {type(sums).__name__}: expected a torch.Tensor")
+        _check_tensor(name, sums)
         if sums.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32")
         if sums.device != q.device:
@@ -145,8 +148,7 @@ def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
     """Raises unless there are none, or one number for each head of q."""
     if sinks is None:
         return
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}: expected a torch.Tensor")
+    _check_tensor("sinks", sinks)
     if not sinks.dtype.is_floating_point:
         raise TypeError(f"sinks has dtype {sinks.dtype}: expected a floating one")
     if sinks.device != q.device:
