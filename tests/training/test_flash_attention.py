@@ -177,6 +177,21 @@ def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(packed: bool) 
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
 
 
+def test_what_inference_mode_has_made_trains() -> None:
+    """Autograd saves no tensor of inference mode: lengths and sinks of a collator, or keys of a frozen part."""
+    sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), PACKED.cu_seqlens, strict=True))
+    q, k, v = (tensor.detach().requires_grad_() for tensor in PACKED.inputs[:3])
+    given: dict[str, Any] = {"k": k.detach(), "sinks": torch.linspace(-1, 1, 4), **sums}
+    with torch.inference_mode():
+        made = {name: tensor.clone() for name, tensor in given.items()}
+    assert all(tensor.is_inference() for tensor in made.values())
+    expected, found = (
+        torch.autograd.grad(flash_attention(q, v=v, causal=True, **each).square().sum(), (q, v))
+        for each in (given, made)
+    )
+    assert all(torch.equal(a, b) and b.abs().sum() > 0 for a, b in zip(expected, found, strict=True))
+
+
 def test_autocast_chooses_the_dtype() -> None:
     """Rotary embeddings leave float32 queries and keys beside 16-bit values."""
     q, k, v = DENSE.inputs[:3]
@@ -235,6 +250,8 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "q is on meta: expected cpu or cuda", {"q": Q.to("meta")}),
     (ValueError, "k is on meta: expected cpu or cuda", {"k": K.to("meta")}),
     (ValueError, "q has layout torch.sparse_coo: expected a dense tensor", {"q": Q.detach().to_sparse()}),
+    (ValueError, "k is nested: expected a dense tensor", {"k": torch.nested.nested_tensor(list(K))}),
+    (ValueError, "sinks has layout torch.sparse_coo: expected a dense", {"sinks": torch.zeros(4).to_sparse()}),
     (TypeError, "q has dtype torch.int64: expected one of torch.float16, torch.bfloat16", {"q": Q.long()}),
     (TypeError, "k has dtype torch.float16: expected torch.float32, like q", {"k": K.half()}),
     (ValueError, "q has shape (5, 4, 8): expected 4 dimensions", {"q": Q[0]}),
@@ -267,6 +284,7 @@ BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "cu_seqlens_k is None: expected both", {"cu_seqlens_k": None}),
     (ValueError, "q has shape (2, 5, 4, 8): expected (tokens, heads, head_dim), as cu_seqlens_q is given", {"q": Q}),
     (TypeError, "cu_seqlens_q is a list: expected a torch.Tensor", {"cu_seqlens_q": [0, 9]}),
+    (ValueError, "cu_seqlens_q has layout torch.sparse_coo: expected", {"cu_seqlens_q": int32(0, 4, 9).to_sparse()}),
     (TypeError, "cu_seqlens_k has dtype torch.int64: expected torch.int32", {"cu_seqlens_k": torch.tensor([0, 5, 11])}),
     (ValueError, "cu_seqlens_k is on meta: expected cpu, like q", {"cu_seqlens_k": int32(0, 5, 11).to("meta")}),
     (ValueError, "cu_seqlens_k has shape (2,): expected (num_sequences + 1)", {"cu_seqlens_k": int32(0, 11)}),

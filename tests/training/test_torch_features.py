@@ -65,7 +65,18 @@ def test_nested_tensors_are_packed_sequences() -> None:
     assert torch.equal(values.grad, flat[2].grad)
 
 
+def test_nested_tensors_compile_whole() -> None:
+    compiled = torch.compile(lambda q: ATTENTION(q, q, q, True), backend="aot_eager", fullgraph=True)
+    for lengths in ((4, 6), (3, 9)):
+        parts = [torch.randn(tokens, 2, 8) for tokens in lengths]
+        found, expected = (torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True) for _ in range(2))
+        for given, attention in ((found, compiled), (expected, lambda q: ATTENTION(q, q, q, True))):
+            attention(given).values().square().sum().backward()
+        assert found.grad is not None and torch.equal(found.grad.values(), expected.grad.values())
+
+
 JAGGED = torch.nested.nested_tensor([torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)], layout=torch.jagged)
+ONE_HEAD = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(1, 1, 8)], layout=torch.jagged)
 PLAIN = torch.zeros(2, 3, 2, 8)
 BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tree is given and q is nested: expected one of them", {"tree": SMALL}),
@@ -74,6 +85,7 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("q has layout torch.strided: expected a nested tensor of layout torch.jagged", {"q": torch.nested.nested_tensor(
         [torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)])}),
     ("v has shape", {"v": JAGGED.transpose(1, 2)}),
+    ("v has shape", {"v": ONE_HEAD.transpose(1, 2)}),  # its values are contiguous
 )  # fmt: skip
 
 

@@ -230,6 +230,8 @@ FEATURES = (
     TrainingCase(((20, 50),), False, False, (2, 1), 16, F16, soft_cap=30.0),
     TrainingCase(((32, 40),), False, True, (4, 2), 16, has_sinks=True),
     TrainingCase(((40, 7), (3, 0), (9, 30)), True, True, (2, 1), 16, has_sinks=True, padding=5),
+    TrainingCase(((0, 16), (0, 16)), False, True, (2, 1), 16, has_sinks=True),
+    TrainingCase(((0, 16),), True, True, (2, 1), 16, has_sinks=True),
     TrainingCase(((37, 37),), False, True, (2, 1), 24, head_dim_v=16),
     TrainingCase(((37, 37), (9, 9)), True, False, (2, 2), 48, F16, head_dim_v=32),
     TrainingCase(((20, 33),), False, True, (2, 1), 16, head_dim_v=40),

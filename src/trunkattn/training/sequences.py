@@ -115,4 +115,4 @@ class Sequences:
         if self.sinks is None:
             return lse.new_empty(0)
         weight = torch.exp(self.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-        return -(weight * delta).reshape(-1, *lse.shape[-2:]).sum((0, 2))
+        return -(weight * delta).sum((0, -1) if lse.dim() == 3 else -1)
