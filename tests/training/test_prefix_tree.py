@@ -1,6 +1,8 @@
 """`PrefixTree`, and `flash_attention` over one on a CPU against every sequence by itself."""
 
+import copy
 import math
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -216,6 +218,16 @@ def segments(*parents: int, **options: Any) -> PrefixTree:
 BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
     ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
+    ("sequences has shape (): expected a list of seq", lambda: PrefixTree.from_sequences(np.array(5))),
+    ("weights has shape (): expected a list of tensors", lambda: segments(-1).pack(torch.tensor(1.0))),  # type: ignore
+    ("weights[0] has layout torch.sparse_coo", lambda: segments(-1).pack([torch.ones(2).to_sparse()])),
+    ("weights[0] is on meta: expected a tensor that", lambda: segments(-1).pack([torch.ones(2, device="meta")])),
+    ("values has layout torch.sparse_coo: expected a", lambda: segments(-1).unpack(torch.ones(2).to_sparse())),
+    ("sequences[0] has dtype timedelta64[s]", lambda: PrefixTree.from_sequences([np.array([1], "timedelta64[s]")])),
+    (
+        "lengths sum to 2147483645: expected at most 2147483644 tokens",
+        lambda: PrefixTree.from_segments([-1, 0], [2**31 - 4, 1]),
+    ),
     ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
     ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
     ("sequences is a str: expected a list of sequences", lambda: PrefixTree.from_sequences("ab")),  # type: ignore
@@ -281,6 +293,25 @@ def test_numpy_integers_are_lengths() -> None:
     assert (tree.num_tokens, tree.lengths) == (300, (200, 100)) and type(tree.lengths[0]) is int
     q = torch.randn(300, 2, 8)
     assert torch.equal(flash_attention(q, q, q, tree=tree), flash_attention(q[None], q[None], q[None], True)[0])
+
+
+def test_what_a_tree_returns_may_be_written_to() -> None:
+    """Labels are often made in place of the tokens."""
+    tree = PrefixTree.from_prompt([5, 6], [[7], [8]])
+    for tensor in (*tree.pack(), tree.subtree_end, *formats.to_tree_segments(tree), *tree.sequence_indices()):
+        tensor.fill_(-100)
+    assert tree.subtree_end.tolist() == [4, 4, 3, 4] and tree.num_levels == 2
+    assert [tensor.tolist() for tensor in tree.pack()] == [[5, 6, 7, 8], [0, 1, 2, 2], [-1, 0, 1, 1], [0, 2, 1, 1]]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda tree: pickle.loads(pickle.dumps(tree))])
+def test_a_copy_has_nothing_that_was_made_for_this_process(copied: Callable[[PrefixTree], PrefixTree]) -> None:
+    """Such as tables on a GPU, or a plan of cuDNN, which no other process could read."""
+    tree = PrefixTree.from_prompt([5, 6], [[7], [8]])
+    tree.cached("plan", lambda: (part for part in "nothing that could be copied or pickled"))
+    other = copied(tree)
+    assert torch.equal(other.subtree_end, tree.subtree_end)
+    assert all(map(torch.equal, other.pack(), tree.pack()))  # type: ignore[arg-type]
 
 
 def test_a_tree_that_an_evaluation_has_used_trains() -> None:

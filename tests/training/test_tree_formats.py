@@ -75,7 +75,28 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("parent_ids has 1 entries: expected 2", lambda: formats.from_group_ids([0, 0], [0])),
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
     ("parent_ids[1]=5: expected its own group or one before it", lambda: formats.from_group_ids([0, 1], [0, 5])),
-    ("depths=[0, 1, 1, 1]: expected the number of", lambda: formats.from_tree_segments(segments(depths=[0, 1, 1, 1]))),
+    ("depths[2]=1: expected 2, the number of", lambda: formats.from_tree_segments(segments(depths=[0, 1, 1, 1]))),
+    ("cu_seqlens_q begins with 1 and has 2", lambda: formats.from_paths([0, 1], [1, 3], [0, 2])),
+    ("cu_seqlens_k begins with 0 and has 1", lambda: formats.from_paths([0, 1], [0, 2], [0])),
+    ("cu_seqlens_q[2]=2: expected more than the 2", lambda: formats.from_paths([0, 1, 0, 1], [0, 2, 2], [0, 2, 4])),
+    (
+        f"cu_seqlens_q[1]={-(2**31)}: expected more than the 0",
+        lambda: formats.from_paths([0, 1], [0, -(2**31)], [0, 2]),
+    ),
+    (
+        "kv_index[3]=2: expected 0 to 1, a token before",
+        lambda: formats.from_paths([0, 1, 0, 2, 2], [0, 2, 3], [0, 2, 5]),
+    ),
+    ("group_info is empty: expected at least one group", lambda: formats.from_group_info([])),
+    (
+        "group_info has shape (): expected a list of groups",
+        lambda: formats.from_group_info(torch.tensor(3)),  # type: ignore[arg-type]
+    ),
+    (
+        "ranges[:, 0] is a Tensor without integers",
+        lambda: formats.from_subtree_ranges(torch.zeros(2, 2, dtype=torch.int64, device="meta")),
+    ),
+    ("ranges[:, 0] is empty: expected at least", lambda: formats.from_subtree_ranges(torch.zeros(0, 2).int())),
     ("starts[2]=4: expected 3", lambda: formats.from_tree_segments(segments(starts=[0, 2, 4, 4]))),
     ("position_ids[3]=0: expected 3", lambda: formats.from_tree_segments(segments(position_ids=[0, 1, 2, 0, 2, 3]))),
 )

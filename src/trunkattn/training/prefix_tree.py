@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, count
 from operator import ge, sub
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from trunkattn.training.token_trie import (
     token_array,
     token_arrays,
 )
-from trunkattn.validate import check_int
+from trunkattn.validate import check_dense, check_int
 
 _Made = TypeVar("_Made")
+_MOST_TOKENS: Final = int(np.iinfo(np.int32).max) // 4 * 4  # tables hold whole fours of them, counted in int32
 
 
 class PackedTree(NamedTuple):
@@ -117,7 +118,7 @@ class PrefixTree:
         _check_segments(above, counts)
         sums = [0, *accumulate(counts)]
         if starts is not None:
-            _check_equal("starts", integer_list("starts", starts), sums[:-1], "the sum of the lengths before")
+            check_equal("starts", integer_list("starts", starts), sums[:-1], "the sum of the lengths before")
         inner = set(above)
         leaves = [segment for segment in range(len(above)) if segment not in inner]
         array = None if tokens is None else token_array("tokens", tokens)
@@ -126,7 +127,7 @@ class PrefixTree:
         tree = cls._of(Segments(above, counts, leaves, array))
         if position_ids is not None:
             found = token_array("position_ids", position_ids).tolist()
-            _check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
+            check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
         return tree
 
     @classmethod
@@ -165,8 +166,8 @@ class PrefixTree:
     def _of(cls, segments: Segments) -> "PrefixTree":
         """The tree of segments, which are checked but for their order."""
         sums = [0, *accumulate(segments.lengths)]
-        if sums[-1] > np.iinfo(np.int32).max:
-            raise ValueError(f"lengths sum to {sums[-1]}: expected at most {np.iinfo(np.int32).max} tokens a tree")
+        if sums[-1] > _MOST_TOKENS:
+            raise ValueError(f"lengths sum to {sums[-1]}: expected at most {_MOST_TOKENS} tokens a tree")
         return cls(
             starts=tuple(sums[:-1]),
             lengths=tuple(segments.lengths),
@@ -183,8 +184,8 @@ class PrefixTree:
 
     @property
     def subtree_end(self) -> torch.Tensor:
-        """The end of the range of tokens that see a token, [num_tokens] int32, on a CPU."""
-        return self._host.subtree_end
+        """The end of the range of tokens that see a token, [num_tokens] int32, on a CPU; a copy."""
+        return self._host.subtree_end.clone()
 
     @property
     def num_levels(self) -> int:
@@ -232,6 +233,10 @@ class PrefixTree:
         made: _Made = self._cache[key]
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and other processes get: what was made for kernels belongs to the devices of this process."""
+        return self.__dict__ | {"_cache": {}}
+
     def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
         """Tokens, positions, and how the loss of a packed batch equals that of all sequences.
 
@@ -252,11 +257,7 @@ class PrefixTree:
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
         sums = torch.zeros(self.num_tokens, dtype=torch.float32, device="cpu")
         for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
-            if not isinstance(weight, torch.Tensor) or weight.is_complex():
-                found = (
-                    f"has dtype {weight.dtype}" if isinstance(weight, torch.Tensor) else f"is a {type(weight).__name__}"
-                )
-                raise TypeError(f"weights[{number}] {found}: expected a torch.Tensor of real numbers")
+            _check_values(f"weights[{number}]", weight)
             if tuple(weight.shape) != (len(own),):
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
@@ -264,7 +265,8 @@ class PrefixTree:
         predictors = torch.arange(-1, self.num_tokens - 1, dtype=torch.int64, device="cpu")
         for start, parent in zip(self.starts, self.parents, strict=True):
             predictors[start] = -1 if parent < 0 else self.starts[parent] + self.lengths[parent] - 1
-        return PackedTree(self.tokens, self._position_ids(), predictors, sums.masked_fill(predictors < 0, 0.0))
+        tokens = None if self.tokens is None else self.tokens.clone()  # labels are often made in place
+        return PackedTree(tokens, self._position_ids(), predictors, sums.masked_fill(predictors < 0, 0.0))
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The values [length, ...] of each sequence from those of all packed tokens [num_tokens, ...].
@@ -276,6 +278,7 @@ class PrefixTree:
         """
         if not isinstance(values, torch.Tensor):
             raise TypeError(f"values is a {type(values).__name__}: expected a torch.Tensor")
+        check_dense("values", values)
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
         return [values[own.to(values.device)] for own in self.sequence_indices()]
@@ -309,6 +312,16 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 
+def _check_values(name: str, value: Any) -> None:
+    """Raises unless it is a dense tensor of real numbers that has them."""
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+        raise TypeError(f"{name} {found}: expected a torch.Tensor of real numbers")
+    check_dense(name, value)
+    if value.is_meta:
+        raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
+
+
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
     """Raises unless the segments are a forest, each with tokens. Integers of NumPy become Python's own in place."""
     if not parents:
@@ -337,7 +350,8 @@ def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
             raise ValueError(f"parents has a cycle, {shown}: expected that every path ends at a root, -1")
 
 
-def _check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:
+def check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:
+    """Raises ValueError at the first entry that is another one. meaning: what an entry is, for people."""
     wanted = list(expected)
     if len(found) != len(wanted):
         raise ValueError(f"{name} has {len(found)} entries: expected {len(wanted)}")

@@ -47,7 +47,7 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension of integers")
     if array.size == 0:
         raise ValueError(f"{name} is empty: expected at least one token")
-    if not np.issubdtype(array.dtype, np.integer):
+    if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
     if array.max() > _MOST:
         raise ValueError(f"{name} holds {array.max()}: expected integers of at most {_MOST}")
@@ -58,6 +58,8 @@ def check_list(name: str, value: Any, of: str) -> Any:
     """The value, unless it is no list, tuple or array of several things. of: what it should hold, for people."""
     if not isinstance(value, Sequence | torch.Tensor | np.ndarray) or isinstance(value, str | bytes):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a list of {of}")
+    if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
+        raise ValueError(f"{name} has shape (): expected a list of {of}")
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.training.prefix_tree import PrefixTree, check_equal
 from trunkattn.training.token_trie import Tokens, check_list, integer_list, token_array
 from trunkattn.validate import check_int
 
@@ -21,23 +21,39 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
     index = token_array("kv_index", kv_index)
-    starts, ends = token_array("cu_seqlens_q", cu_seqlens_q), token_array("cu_seqlens_k", cu_seqlens_k)
+    starts, ends = _rising("cu_seqlens_q", cu_seqlens_q), _rising("cu_seqlens_k", cu_seqlens_k)
     if len(starts) != len(ends):
         raise ValueError(f"cu_seqlens_k has {len(ends)} entries: expected {len(starts)}, as cu_seqlens_q has")
-    if ends[-1] != len(index) or starts[0] != 0 or ends[0] != 0:
-        raise ValueError(f"cu_seqlens_k ends with {ends[-1]}: expected {len(index)}, the length of kv_index, from 0 on")
+    if ends[-1] != len(index):
+        raise ValueError(f"cu_seqlens_k ends with {ends[-1]}: expected {len(index)}, the length of kv_index")
     lengths, above = np.diff(starts), np.diff(ends) - np.diff(starts)
     parents = []
     for segment, (rest, first) in enumerate(zip(above.tolist(), ends.tolist(), strict=False)):
         if rest < 0:
             raise ValueError(f"cu_seqlens_k[{segment + 1}]={ends[segment + 1]}: expected a path that holds its segment")
         last = int(index[first + rest - 1]) if rest else -1
+        if rest and not 0 <= last < starts[segment]:
+            raise ValueError(
+                f"kv_index[{first + rest - 1}]={last}: expected 0 to {starts[segment] - 1}, a token before its segment"
+            )
         parents.append(int(np.searchsorted(starts, last, "right")) - 1 if rest else -1)
     tree = PrefixTree.from_segments(parents, lengths.tolist())
     found = np.concatenate([path for _, path in tree.paths(range(len(parents)))])
     if not np.array_equal(found, index):
         raise ValueError("kv_index holds other tokens than the segments above each one: expected their paths in order")
     return tree
+
+
+def _rising(name: str, sums: Tokens) -> np.ndarray:
+    """Where each segment or path begins, and the end: from 0 on, and always rising."""
+    array = token_array(name, sums)
+    if array[0] != 0 or len(array) < 2:
+        raise ValueError(f"{name} begins with {array[0]} and has {len(array)} entries: expected 0, then each end")
+    falls = np.flatnonzero(array[1:] <= array[:-1])
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(f"{name}[{at + 1}]={array[at + 1]}: expected more than the {array[at]} before it")
+    return array
 
 
 def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +72,9 @@ def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
     """
     parents: list[int] = []
     lengths: list[int] = []
-    for number, given in enumerate(check_list("group_info", group_info, "groups")):
+    if len(check_list("group_info", group_info, "groups")) == 0:
+        raise ValueError("group_info is empty: expected at least one group")
+    for number, given in enumerate(group_info):
         group = integer_list(f"group_info[{number}]", given)
         if len(group) < 2:
             raise ValueError(f"group_info[{number}] has {len(group)} lengths: expected a prefix's and its suffixes'")
@@ -97,8 +115,7 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
         raise TypeError(f"ranges is a {type(ranges).__name__}: expected a torch.Tensor")
     if ranges.dim() != 2 or ranges.shape[1] != 2:
         raise ValueError(f"ranges has shape {tuple(ranges.shape)}: expected (tokens, 2)")
-    order = ranges[:, 0].tolist()
-    for token, number in enumerate(order):
+    for token, number in enumerate(token_array("ranges[:, 0]", ranges[:, 0]).tolist()):
         if number != token:
             raise ValueError(f"ranges[{token}, 0]={number}: expected {token}, as tokens are in depth-first pre-order")
     return PrefixTree.from_subtree_end(ranges[:, 1])
@@ -166,8 +183,7 @@ def from_tree_segments(segments: TreeSegments) -> PrefixTree:
     columns: dict[str, Any] = {name: token_array(name, getattr(segments, name)).tolist() for name in segments._fields}
     depths = columns.pop("depths")
     tree = PrefixTree.from_segments(columns.pop("parents"), columns.pop("lengths"), **columns)
-    if depths != to_tree_segments(tree).depths.tolist():
-        raise ValueError(f"depths={depths}: expected the number of segments above each one")
+    check_equal("depths", depths, to_tree_segments(tree).depths.tolist(), "the number of segments above it")
     return tree
 
 
