@@ -179,6 +179,14 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
         "attention_mask has shape (1, 5) beside tree: expected none, as a tree has no padding",
         {"tree": PrefixTree.from_segments([-1], [5]), "attention_mask": torch.zeros(1, 5), "rows": 1},
     ),
+    (
+        "attention_mask has padding and cu_seq_lens_q is given: expected one of them",
+        {
+            "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]),
+            "cu_seq_lens_q": torch.tensor([0, 10]),
+            "cu_seq_lens_k": torch.tensor([0, 10]),
+        },
+    ),
     ("cu_seq_lens_k is None: expected both of", {"cu_seq_lens_q": torch.tensor([0, 10])}),
     (
         "tree and cu_seq_lens_q are both given: expected one",

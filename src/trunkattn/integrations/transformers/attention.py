@@ -154,6 +154,10 @@ def _check_packing(
         raise ValueError("tree and cu_seq_lens_q are both given: expected one of them, as a tree holds its sequences")
     if tree is not None and shape is not None and len(shape) != 1:
         raise ValueError(f"attention_mask has shape {shape} beside tree: expected none, as a tree has no padding")
+    if shape is not None and len(shape) == 2 and given and not torch.compiler.is_compiling():  # there `mask` keeps all
+        raise ValueError(
+            "attention_mask has padding and cu_seq_lens_q is given: expected one of them, so leave the mask out"
+        )
     if shape is None or len(shape) == 1 or given:
         return
     if len(shape) != 2:
