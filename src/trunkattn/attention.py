@@ -140,7 +140,7 @@ class BatchAttention:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What a copy is made of: it has a workspace of its own, and none of this one's plans."""
-        return BatchAttention, (self.config, self.device, self.capacity)
+        return type(self), (self.config, self.device, self.capacity)
 
     def plan(
         self,

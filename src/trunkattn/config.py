@@ -11,7 +11,7 @@ import torch
 from trunkattn.dtypes import COMPUTE_DTYPES, KV_KINDS
 from trunkattn.names import EXECUTIONS, POLICIES
 from trunkattn.numerics import LOG2_E
-from trunkattn.validate import check_positive, keep_int
+from trunkattn.validate import check_positive, keep_int, written
 
 
 class BackendModules(NamedTuple):
@@ -32,7 +32,7 @@ BACKENDS: Final = MappingProxyType(
     }
 )
 
-_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count the tokens of a cache in int32
+_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count in int32
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ class AttentionConfig:
     latent_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "head_dim_v"):
+            if name == "head_dim_v" and self.head_dim_v is None:
+                continue
             keep_int(self, name, at_least=1)
-        if self.head_dim_v is not None:
-            keep_int(self, "head_dim_v", at_least=1)
-        if self.page_size > _MAX_INT32:
-            raise ValueError(f"page_size={self.page_size}: expected at most {_MAX_INT32} tokens")
+            if getattr(self, name) > _MAX_INT32:
+                raise ValueError(f"{name}={written(getattr(self, name))}: expected at most {_MAX_INT32}")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"

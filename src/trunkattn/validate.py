@@ -3,9 +3,10 @@
 from numbers import Integral, Real
 from typing import Any, Final
 
-# The positive normal numbers of float32. torch knows them too, but a command checks its options before torch is loaded.
+# The positive normal numbers of float32, up to a power of two whose product with log2(e) is one, too: kernels compute in
+# base 2. torch knows them as well, but a command checks its options before torch is loaded.
 _SMALLEST: Final = 2.0**-126
-_LARGEST: Final = (2 - 2.0**-23) * 2.0**127
+_LARGEST: Final = 2.0**127
 _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits
 
 
@@ -40,7 +41,8 @@ def written(number: int) -> str:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises unless `value` is None or a positive normal number of float32. A bool is no number."""
+    """Raises unless `value` is None or a positive normal number of float32 that is one in base 2, too. A bool is no
+    number."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float | Real):
@@ -49,7 +51,7 @@ def check_positive(name: str, value: Any) -> None:
         smallest, largest = f"{_SMALLEST:.3g}", f"{_LARGEST:.3g}"
         raise ValueError(
             f"{name}={written(value) if isinstance(value, int) else value}: expected None or a number from {smallest} "
-            f"to {largest}, the range of float32"
+            f"to {largest}, the range of float32 in base 2"
         )
 
 

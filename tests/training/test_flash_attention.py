@@ -243,7 +243,7 @@ def int32(*values: int) -> torch.Tensor:
 Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
 ROWS, KEYS = torch.zeros(9, 4, 8), torch.zeros(11, 2, 8)
 SUMS = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_k": int32(0, 5, 11)}
-POSITIVE = "expected None or a number from 1.18e-38 to 3.4e+38, the range of float32"
+POSITIVE = "expected None or a number from 1.18e-38 to 1.7e+38, the range of float32 in base 2"
 BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "q is a list: expected a torch.Tensor", {"q": [0.0]}),
     (TypeError, "v is a NoneType: expected a torch.Tensor", {"v": None}),
@@ -272,6 +272,7 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, f"sm_scale=0.0: {POSITIVE}", {"sm_scale": 0.0}),
     (ValueError, f"sm_scale=nan: {POSITIVE}", {"sm_scale": math.nan}),
     (ValueError, f"logits_soft_cap=0: {POSITIVE}", {"logits_soft_cap": 0}),
+    (ValueError, f"logits_soft_cap=3e+38: {POSITIVE}", {"logits_soft_cap": 3e38}),
     (ValueError, "sliding_window=0: expected an integer from 1 to 2147483647", {"sliding_window": 0}),
     (TypeError, "sliding_window=(3, 0): expected an integer from 1", {"sliding_window": (3, 0)}),
     (TypeError, "sinks is a float: expected a torch.Tensor", {"sinks": 0.5}),
