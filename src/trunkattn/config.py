@@ -89,7 +89,7 @@ class AttentionConfig:
         head_dim_v: elements of a value of one head; None for head_dim.
         kv_dtype: torch dtype of the cache: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; None for dtype.
         sm_scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
-        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); None for no cap.
+        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
         sinks: whether `run` takes an extra logit per query head, which has no value.
         policy: how shared prefixes are packed. "per_query" (FlashAttention), "relay" (RelayAttention), "cascade",
             "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto", the cheapest of them by

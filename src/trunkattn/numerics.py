@@ -5,6 +5,8 @@ from typing import Final
 
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
+# A GPU's tanh is 1 less an exponential, which rounds logits by 2^-23 of the soft cap: above this by more than 2^-13.
+MAX_GPU_SOFT_CAP: Final = 1024.0
 NEG_INF: Final = -1e30  # the maximum of no logit; finite, so that the difference of two of them is not NaN
 
 

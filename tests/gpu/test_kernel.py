@@ -310,3 +310,12 @@ def test_doctor_and_the_support_matrix_list_a_new_kernel() -> None:
     assert found["Llama-3.2-1B"].startswith("portable: head_dim 64: expected 128")
     assert is_decoded_fast(attention_of({}), B200, TABLE) and not is_decoded_fast(attention_of({}), B200)
     assert not is_decoded_fast(attention_of({"head_dim": 64}), B200, TABLE)
+
+
+@pytest.mark.parametrize("latent_dim", [None, 64])
+def test_a_soft_cap_that_would_round_logits_is_refused(latent_dim: int | None) -> None:
+    """A GPU's tanh rounds them by 2^-23 of the cap; of one like 1e8 nothing is left of them."""
+    config = AttentionConfig(8, 1, 128, 16, torch.bfloat16, latent_dim=latent_dim, sm_scale=0.1, logits_soft_cap=1024)
+    assert refusals(config, make_card()) == []
+    found = refusals(replace(config, logits_soft_cap=1e8), make_card())
+    assert found == ["logits_soft_cap=100000000.0: expected at most 1024, or None for no cap"]

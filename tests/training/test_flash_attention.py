@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.planner.work_list import UNLIMITED
@@ -308,6 +309,18 @@ def test_bad_input(error: type[Exception], message: str, changes: dict[str, Any]
 def test_bad_packed_input(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(error, match=re.escape(message)):
         flash_attention(**{"q": ROWS, "k": KEYS, "v": KEYS} | SUMS | changes)
+
+
+def test_a_soft_cap_that_a_gpu_would_round_logits_by_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeTensorMode():
+        q = torch.empty(2, 5, 4, 8, device="cuda")
+        with pytest.raises(
+            ValueError, match=r"logits_soft_cap=2000: expected at most 1024 on a GPU, or None for no cap"
+        ):
+            flash_attention(q, q, q, logits_soft_cap=2000)
+    assert flash_attention(Q, K, K, logits_soft_cap=2000).shape == Q.shape
 
 
 def test_what_the_bad_inputs_change_is_good() -> None:

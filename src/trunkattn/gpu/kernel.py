@@ -24,6 +24,7 @@ from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.mla import spec as mla
 from trunkattn.gpu.portable import spec as portable
 from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
+from trunkattn.numerics import MAX_GPU_SOFT_CAP
 from trunkattn.training import spec as training
 
 
@@ -299,6 +300,8 @@ def _has_prefill(config: AttentionConfig) -> bool:
 
 def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
     """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
+    if config.logits_soft_cap is not None and config.logits_soft_cap > MAX_GPU_SOFT_CAP:
+        return [f"logits_soft_cap={config.logits_soft_cap}: expected at most {MAX_GPU_SOFT_CAP:g}, or None for no cap"]
     works = [Work.DECODE, *([Work.PREFILL] if _has_prefill(config) else [])]
     works += [Work.BOTH] if config.execution == "overlapped" else []
     reasons = list[str]()

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from trunkattn.numerics import MAX_GPU_SOFT_CAP
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.validate import check_dense, check_int, check_plain, check_positive
@@ -44,6 +45,9 @@ def check(q: Any, k: Any, v: Any, options: Options) -> None:
     _check_sinks(options.sinks, q)
     for name in ("sm_scale", "logits_soft_cap"):
         check_positive(name, getattr(options, name))
+    if q.is_cuda and options.logits_soft_cap is not None and options.logits_soft_cap > MAX_GPU_SOFT_CAP:
+        expected = f"at most {MAX_GPU_SOFT_CAP:g} on a GPU, or None for no cap"
+        raise ValueError(f"logits_soft_cap={options.logits_soft_cap}: expected {expected}")
     if options.sliding_window is not None:
         check_int("sliding_window", options.sliding_window, 1, torch.iinfo(torch.int32).max)
 

@@ -53,7 +53,7 @@ def flash_attention(
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included, without `causal` as many next ones, too; in
             a tree of itself and its ancestors. None for all.
-        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); None for no cap.
+        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
         sinks: [num_qo_heads], floating: a logit of each head without a value, with a gradient; None for none.
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
             tokens [cu_seqlens[i], cu_seqlens[i + 1]), at times none. Tokens after the last are padding: output 0,
