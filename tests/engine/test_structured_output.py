@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,24 @@ def test_choice_regex_and_grammar(llm: LLM) -> None:
     assert an_object.text.startswith("{")
     assert free_too.outputs[0].token_ids == free, "other requests of the batch are free"
     assert {answer.finish_reason for answer in (choice, danish, regex, grammar)} == {"stop"}
+
+
+END = "<|im_end|>"  # end-of-sequence, as a text
+FORMS_THAT_SAY_IT = [
+    (form(choice=[f"a{END}b"]), f"a{END}b"),
+    (form(regex=r"a<\|im_end\|>b"), f"a{END}b"),
+    (form(grammar=f'start: "a{END}b" // the end'), f"a{END}b"),
+    (form(json={"const": f"a{END}b"}), f'"a{END}b"'),
+    (form(choice=['a\x7f\x00\u2028"\\\nb']), 'a\x7f\x00\u2028"\\\nb'),
+]
+
+
+@pytest.mark.parametrize(("wanted", "text"), FORMS_THAT_SAY_IT)
+def test_a_form_holds_any_text_that_of_a_special_token_too(
+    llm: LLM, wanted: StructuredOutputsParams, text: str
+) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(seed=1, max_tokens=60, structured_outputs=wanted))
+    assert output.outputs[0].text == text and output.outputs[0].finish_reason == "stop"
 
 
 def test_smollm2_chooses_well(smollm2: Any) -> None:
@@ -171,9 +190,19 @@ def test_threads_share_the_compiled_forms(smollm2_tokenizer: Any) -> None:
 
 
 CHAIN = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
+LISTS = {"anyOf": [*({"items": {"$ref": f"#/anyOf/{i + 1}"}} for i in range(900)), {}]}
+CODED = {f"d {i}": {"items": {"$ref": f"#/%24defs/d%20{i + 1}"}} for i in range(900)}
+ANCHORS = {f"d{i}": {"$anchor": f"a{i}", "items": {"$ref": f"#a{i + 1}"}} for i in range(900)}
 RULES = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(3000))
 TOO_LARGE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}, "json has 2002 references in a row: expected at most 100"),
+    ({"json": LISTS}, "json has 901 references in a row: expected at most 100"),
+    ({"json": {"$defs": CODED, "$ref": "#/$defs/d%200"}}, "json has 902 references in a row: expected at most 100"),
+    ({"json": {"$defs": ANCHORS, "$ref": "#a0"}}, "901 references that are no paths within it: expected at most 100"),
+    ({"grammar": f"start: %json\n{json.dumps(LISTS)}"}, "901 references in a row: expected at most 100"),
+    ({"json": {"patternProperties": {"a" * 9000: {}}}}, "json: a pattern has 9000 characters: expected at most 8192"),
+    ({"json": {"pattern": "a\\"}}, "json: a pattern ends in a backslash: expected a character after it"),
+    ({"regex": "a\\\\\\"}, "regex ends in a backslash: expected a character after it"),
     ({"json": {"properties": {f"p{i}": {} for i in range(5001)}}}, "json has 5001 properties: expected at most 5000"),
     ({"json": {"enum": list(range(1001))}}, "json has 1001 values of enums: expected at most 1000"),
     ({"json": {"description": "x" * 130_000}}, "characters: expected at most 120000"),
@@ -213,7 +242,8 @@ def test_chains_are_counted_without_recursion() -> None:
     assert longest_chain({}) == 0 and longest_chain({"a": ["a", "b"], "b": []}) == 2
 
 
-REFERENCES = {"$defs": {"": {f"p{i}": {"$ref": f"#{i}/$defs/"} for i in range(4000)}}}
+NAMES = ["".join(pair) for pair in product(*([["a", "%61"]] * 12))]  # all of them of one part
+REFERENCES = {"$defs": {"a" * 12: {f"p{i}": {"$ref": f"#/$defs/{name}"} for i, name in enumerate(NAMES[:3000])}}}
 
 
 @pytest.mark.parametrize(

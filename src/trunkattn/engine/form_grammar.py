@@ -9,6 +9,9 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
 
 _LONGEST_REASON: Final = 300
+# Where one text alone can follow, llguidance forces the tokens that the tokenizer makes of it, which are special tokens
+# where it is their name: an answer that must hold the name of end-of-sequence would end there.
+_EVERY_TOKEN: Final = '\n%llguidance {"no_forcing": true}'
 
 
 def library() -> Any:
@@ -31,17 +34,27 @@ def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> tuple[str, 
     """
     schema = None if form.json is None else _schema(form.json, limits)
     check_form(form, schema, limits)
-    matcher = library().LLMatcher
+    name, value, rules = _rules_of(form, schema)
+    return name, value, library().LLMatcher.grammar_from_lark(rules + _EVERY_TOKEN)
+
+
+def _rules_of(form: StructuredOutputsParams, schema: Any) -> tuple[str, Any, str]:
+    """Name and value of the form that is given, and its rules in llguidance's Lark syntax."""
     if form.json is not None:
-        return "json", form.json, matcher.grammar_from_json_schema(json.dumps(schema))
+        return "json", form.json, f"start: %json {json.dumps(schema)}"
     if form.json_object:
-        return "json_object", True, matcher.grammar_from_json_schema({"type": "object"})
+        return "json_object", True, 'start: %json {"type": "object"}'
     if form.regex is not None:
-        return "regex", form.regex, matcher.grammar_from_regex(form.regex)
+        rules = json.loads(library().LLMatcher.grammar_from_regex(form.regex))
+        return "regex", form.regex, rules["grammars"][0]["lark_grammar"]
     if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
-        return "choice", form.choice, matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-    return "grammar", form.grammar, matcher.grammar_from_lark(form.grammar)
+        return "choice", form.choice, f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, form.choice))}"
+    return "grammar", form.grammar, str(form.grammar)
+
+
+def _quoted(text: str) -> str:
+    """A text in Lark's quotes. JSON has the same escapes, but leaves DEL as it is, which no text of Lark may hold."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:

@@ -4,10 +4,13 @@ A compiler recurses along references and nesting, and a stack that overflows end
 here, without recursion.
 """
 
+import json
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 
@@ -15,6 +18,8 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 _RULE: Final = re.compile(r"^[^\S\n]*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\]\s*)?(?:\.\s*-?\d+\s*)?:", re.MULTILINE)
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
+_JSON_RULE: Final = re.compile(r"%json\s*")  # a schema within a grammar follows
+_DECODER: Final = json.JSONDecoder(parse_int=float)  # whose digits have no limit
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -30,7 +35,8 @@ class FormLimits:
         max_values: values of a schema, of any kind, in all.
         max_text: characters of a schema that is given as JSON text.
         max_depth: levels of lists and mappings within a schema.
-        max_chain: definitions of a schema, or rules of a grammar, that name one another in a row.
+        max_chain: definitions of a schema, or rules of a grammar, that name one another in a row; and references that
+            are no paths within their schema, which may be a chain.
         max_rules: rules of a grammar.
         max_regex_characters: characters of a regular expression, and of each pattern of a schema.
         cache_bytes: memory for compiled forms, estimated from their sizes.
@@ -59,7 +65,7 @@ def check_form(form: StructuredOutputsParams, schema: Any, limits: FormLimits) -
     if schema is not None:
         _check_schema(schema, limits)
     if form.regex is not None:
-        _at_most("regex", len(form.regex), limits.max_regex_characters, "characters")
+        _check_pattern("regex", form.regex, limits)
     if form.choice is not None:
         choices = list(form.choice)
         _at_most("choice", len(choices), limits.max_enum_values, "texts")
@@ -71,6 +77,12 @@ def check_form(form: StructuredOutputsParams, schema: Any, limits: FormLimits) -
 def _at_most(name: str, count: int, most: int, what: str) -> None:
     if count > most:
         raise ValueError(f"structured_outputs.{name} has {count} {what}: expected at most {most}")
+
+
+def _check_pattern(name: str, pattern: str, limits: FormLimits) -> None:
+    _at_most(name, len(pattern), limits.max_regex_characters, "characters")
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance drops it, and another expression is left
+        raise ValueError(f"structured_outputs.{name} ends in a backslash: expected a character after it")
 
 
 def depth_of(value: Any, most: int) -> int:
@@ -122,12 +134,21 @@ def _check_schema(schema: Any, limits: FormLimits) -> None:
     for part in _mappings(schema):
         properties += len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
         enums += len(part["enum"]) if isinstance(part.get("enum"), list) else 0
-        if isinstance(part.get("pattern"), str):
-            _at_most("json: a pattern", len(part["pattern"]), limits.max_regex_characters, "characters")
+        for pattern in _patterns(part):
+            _check_pattern("json: a pattern", pattern, limits)
     _at_most("json", properties, limits.max_properties, "properties")
     _at_most("json", enums, limits.max_enum_values, "values of enums")
     _at_most("json", sum(map(len, _texts(schema))), limits.max_characters, "characters")
+    _at_most("json", sum(map(_leads_away, _names(schema))), limits.max_chain, "references that are no paths within it")
     _at_most("json", longest_chain(_references(schema)), limits.max_chain, "references in a row")
+
+
+def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
+    """The regular expressions of one part of a schema."""
+    if isinstance(part.get("pattern"), str):
+        yield part["pattern"]
+    if isinstance(part.get("patternProperties"), Mapping):
+        yield from part["patternProperties"]
 
 
 def _texts(schema: Any) -> Iterator[str]:
@@ -166,11 +187,19 @@ def _references(schema: Any) -> dict[int, list[int]]:
     return {number: list({id(named[name]) for name in _names(part)}) for number, part in parts.items()}
 
 
+def _leads_away(reference: str) -> bool:
+    """Whether a reference is no path within its schema, but an anchor or an address."""
+    return reference != "#" and not reference.startswith("#/")
+
+
 def _at(schema: Any, pointer: str) -> Any:
     """What a reference names; None if nothing is there."""
-    for step in pointer.removeprefix("#").split("/")[1:]:
+    for step in unquote(pointer).removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(key) if isinstance(schema, Mapping) else None
+        if isinstance(schema, list):
+            schema = schema[int(key)] if key.isascii() and key.isdecimal() and int(key) < len(schema) else None
+        else:
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
     return schema
 
 
@@ -185,6 +214,16 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
         for rule, end in zip(rules, ends, strict=True)
     }
     _at_most("grammar", longest_chain(graph), limits.max_chain, "rules that name one another in a row")
+    for schema in _schemas_within(grammar):
+        _check_schema(schema, limits)
+
+
+def _schemas_within(grammar: str) -> Iterator[Any]:
+    """The JSON schemas of a grammar. What is no JSON is none: llguidance will refuse it, or it stands in a text."""
+    for found in _JSON_RULE.finditer(grammar):
+        with suppress(ValueError, RecursionError):
+            schema, _ = _DECODER.raw_decode(grammar, found.end())
+            yield schema
 
 
 def longest_chain(graph: Mapping[Node, Sequence[Node]]) -> int:
