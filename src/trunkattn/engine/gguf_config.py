@@ -79,8 +79,13 @@ BIASES: Final[Mapping[str, str]] = MappingProxyType(
 # Keys without which llama.cpp loads no file: one of each line.
 REQUIRED: Final = (
     ("context_length",),
+    ("attention.head_count",),
     ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
 )
+# Keys without which transformers' default, if its model has the field, would stand for what no file says.
+WITHOUT_DEFAULT: Final = ("attention.sliding_window", "expert_used_count")
+# The architecture whose window llama.cpp takes to be transformers' default where a file, as old ones do, names none.
+KNOWN_WINDOW: Final = "gemma2"
 ROPE_BASE, DEFAULT_ROPE_BASE = "rope.freq_base", 10_000.0
 SPECIAL_TOKENS: Final = "tokenizer.ggml."
 # Tokens that end an answer: of the text, of a turn of a chat, and of a message that calls a tool.
@@ -102,6 +107,7 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
         config = CONFIG_MAPPING[values["model_type"]].from_dict({**values, **changed})
     apply_gguf_rope(config, header)
     _check_keys(header, facts, config)
+    _check_defaults(header, config)
     return config
 
 
@@ -239,4 +245,17 @@ def _check_keys(header: GgufHeader, facts: Mapping[str, Any], config: Pretrained
             raise ValueError(
                 f"its key {header.architecture}.{key}={value!r} has no counterpart in transformers' {config.model_type}"
                 f"{has}; use the model's safetensors folder"
+            )
+
+
+def _check_defaults(header: GgufHeader, config: PretrainedConfig) -> None:
+    """Raises ValueError if a default of transformers decides what the file should say."""
+    known = known_fields(config)
+    for key in WITHOUT_DEFAULT:
+        field = _field(key, known)
+        value = None if field is None else getattr(config, field, None)
+        if value and not header.facts.get(key) and header.architecture != KNOWN_WINDOW:
+            raise ValueError(
+                f"it has no key {header.architecture}.{key}, and transformers' {config.model_type} has {field}={value} "
+                f"then; use the model's safetensors folder"
             )

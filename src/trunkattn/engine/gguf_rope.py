@@ -104,9 +104,10 @@ def _check_rotated(config: PretrainedConfig, rotated: int | None, key: str) -> N
     heads = getattr(config, "num_attention_heads", None)
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [parameters] if "rope_theta" in parameters else [one for one in parameters.values() if one]
-    if not rotated or not heads or not of_layers or hasattr(config, "rotary_dim"):
+    if not heads or not of_layers or hasattr(config, "rotary_dim"):
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rotated = rotated or head_dim  # llama.cpp's default
     expected = int(head_dim * of_layers[0].get("partial_rotary_factor", 1.0))
     if rotated != expected:
         raise ValueError(
