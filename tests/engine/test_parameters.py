@@ -182,6 +182,20 @@ def test_what_the_model_lacks_is_refused(llm: LLM, params: dict[str, Any], messa
         llm.generate([1, 2], SamplingParams(**params))
 
 
+def test_a_seed_is_any_integer_of_64_bits(tiny_model: Callable[[str], Any]) -> None:
+    llm = LLM(tiny_model("llama").path, num_pages=32)
+
+    def answer(seed: int) -> list[int]:
+        return llm.generate([[1, 2, 3]], SamplingParams(seed=seed, max_tokens=8))[0].outputs[0].token_ids
+
+    seeds = [-(2**63), -2, 0, 2**63 - 1]
+    found = [answer(seed) for seed in seeds]
+    assert found == [answer(seed) for seed in seeds] and len({tuple(one) for one in found}) == len(seeds)
+    for bad in (2**63, -(2**63) - 1):
+        with pytest.raises(ValueError, match=r"seed=.*: expected an integer from -9223372036854775808 to 92233720"):
+            SamplingParams(seed=bad)
+
+
 def test_a_seeded_engine_repeats(tiny_model: Callable[[str], Any]) -> None:
     def answers(seed: int | None) -> list[list[int]]:
         llm = LLM(tiny_model("llama").path, num_pages=32, seed=seed)

@@ -71,8 +71,8 @@ class SamplingParams:
         temperature: the logits are divided by it, at least 0. Below 1e-5 the most likely token is taken (greedy).
         top_p: keep the fewest most likely tokens whose probabilities sum to at least top_p, 0 < top_p <= 1.
         top_k: keep the top_k most likely tokens; 0 or -1 keeps all. Applied before top_p.
-        seed: the same seed gives the same answers in any batch; answer i has its own random stream, (seed, i). None or
-            -1: another one each time.
+        seed: an integer of 64 bits. The same seed gives the same answers in any batch; answer i has its own random
+            stream, (seed, i). None or -1: another one each time.
         stop: a string or several that end the answer. The text ends before the string.
         stop_token_ids: token ids that end the answer. They stay in `token_ids` and are not in the text.
         max_tokens: most tokens of an answer; None: up to the engine's `max_model_len`.
@@ -197,7 +197,7 @@ class SamplingParams:
         if self.seed == -1 and not isinstance(self.seed, bool):
             object.__setattr__(self, "seed", None)
         if self.seed is not None:
-            keep_int(self, "seed", 0, 2**63 - 1)
+            keep_int(self, "seed", -(2**63), 2**63 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={written(self.min_tokens)}: expected at most max_tokens={self.max_tokens}")
         if self.truncate_prompt_tokens not in (None, -1):
