@@ -71,6 +71,21 @@ def test_tokenize_shows_what_the_model_gets(server: Server, reference: LLM, mess
     assert text.endswith("<assistant>")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"chat_template_kwargs": {"tools_are": "here"}},
+    ],
+)
+def test_tokenize_counts_what_a_chat_with_the_same_fields_has(server: Server, options: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}], **options}
+    usage = server.post("/v1/chat/completions", body | {"max_tokens": 1}).json()["usage"]
+    assert server.post("/tokenize", body).json()["count"] == usage["prompt_tokens"]
+
+
 def test_an_answer_of_a_schema(server: Server) -> None:
     schema = {
         "type": "object",

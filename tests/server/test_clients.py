@@ -1,6 +1,7 @@
 """Clients that go away, that come too many, that have no key, or that send too much."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -52,6 +53,19 @@ def test_a_reset_connection_frees_its_pages(server: Server) -> None:
     server.wait_idle(seconds=5)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_before_its_first_token_waits_no_longer(server: Server, stream: bool) -> None:
+    release = threading.Event()
+    loop = server_loop(server)
+    loop.call(lambda engine: release.wait(10) and None)
+    connection = send(server, LONG | {"stream": stream})
+    wait_for(lambda: loop.num_waiting == 1)
+    connection.close()
+    wait_for(lambda: loop.num_waiting == 0)
+    release.set()
+    server.wait_idle()
+
+
 def test_one_request_too_many_is_told_to_come_back(start_server: Callable[..., Server]) -> None:
     server = start_server(max_waiting=1)
     entered, release = threading.Event(), threading.Event()
@@ -99,7 +113,7 @@ def test_keys(start_server: Callable[..., Server]) -> None:
 def test_no_other_origin_unless_asked_for(server: Server, start_server: Callable[..., Server]) -> None:
     origin = {"Origin": "https://example.org"}
     assert "access-control-allow-origin" not in server.get("/health", headers=origin).headers
-    open_server = start_server(allowed_origins=("https://example.org",))
+    open_server = start_server(allowed_origins=("https://Example.org",))
     assert open_server.get("/health", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
 
 
@@ -117,6 +131,15 @@ def test_a_body_that_is_too_large(start_server: Callable[..., Server]) -> None:
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{server.url}/v1/completions", content=chunks(), headers=headers)
     assert response.status_code == 413 and "at most 1000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_told_apart_from_a_broken_one(server: Server) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    headers = {"Content-Encoding": "gzip"}
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    assert response.status_code == 415 and "without compression" in response.json()["error"]["message"]
+    plain = {"Content-Encoding": "identity"}
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=plain).status_code == 200
 
 
 def test_limits_of_prompts_and_answers(start_server: Callable[..., Server]) -> None:

@@ -1,9 +1,11 @@
 """Requests as clients in use send them: histories, fields without effect, unknown names, echo, and what is logged."""
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -142,6 +144,37 @@ def test_every_event_has_the_counts_if_asked(server: Server) -> None:
     )
     counts = [chunk.usage.completion_tokens for chunk in made if chunk.usage]
     assert len(counts) > 1 and counts == sorted(counts) and counts[-1] == 3
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_the_counts_at_the_end_are_null_before(server: Server, path: str) -> None:
+    body = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
+    asked = {"stream": True, "n": 2, "max_tokens": 2, "stream_options": {"include_usage": True}}
+    lines = server.post(path, body | asked).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 4
+
+
+def test_events_have_one_line_for_clients_that_know_unicodes(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    server.say("a\u2028b\x85c\u2029d")
+    body = {"messages": [USER], "stream": True, "max_tokens": 20}
+    with httpx.stream("POST", f"{server.url}{CHAT}", json=body) as response:
+        events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if "{" in line]
+    said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+    assert said == "a\u2028b\x85c\u2029d"
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", {}])
+def test_a_call_without_arguments_has_none_in_the_template(
+    server: Server, monkeypatch: pytest.MonkeyPatch, arguments: Any
+) -> None:
+    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", template)
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    found = server.post("/tokenize", {"messages": [USER, SAID | {"tool_calls": [call]}]}).json()
+    assert server.llm.tokenizer.decode(found["tokens"]) == "{}"
 
 
 def test_metrics_have_vllms_names_beside_ours(server: Server) -> None:

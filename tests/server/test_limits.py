@@ -239,7 +239,7 @@ def test_names_that_are_not_ours(server: Server, start_server: Callable[..., Ser
     for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "192.168.1.5"):
         assert server.get("/v1/models", headers={"Host": host}).status_code == 200
     assert server.get("/v1/models", headers={"Origin": server.url}).status_code == 200
-    named = start_server(allowed_hosts=("llm.example",))
+    named = start_server(allowed_hosts=("LLM.example",))
     assert named.get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
     assert server.get("/health/").status_code == 404
 

@@ -103,6 +103,29 @@ def test_offsets_of_parts_and_of_broken_characters() -> None:
     assert [broken.before(part) for part in (b"\xf0", b"a", b"b")] == [0, 0, 2]
 
 
+def test_offsets_of_an_echo_follow_its_text(server: Any) -> None:
+    body = {"prompt": [64, 256, 65], "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    assert choice["text"].startswith("a<end>b") and choice["logprobs"]["text_offset"] == [0, 1, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "expected"),
+    [
+        ("So x", ["<s>", " So", " x"], [0, 0, 2]),  # the tokenizer adds <s>, and a space before the first word
+        ("<s>So x", ["<s>", " So", " x"], [0, 3, 5]),
+        ("a漢b c", ["a", "<unk>", "b", " c"], [0, 1, 2, 3]),
+        ("é", [b"\xc3", b"\xa9"], [0, 0]),
+    ],
+)
+def test_offsets_of_a_prompt_whose_tokens_write_more(text: str, written: list[Any], expected: list[int]) -> None:
+    offsets = TextOffsets()
+    parts = [part.encode() if isinstance(part, str) else part for part in written]
+    assert [offsets.echoed(text, part) for part in parts] == expected
+    offsets.begin_answer(text)
+    assert offsets.before(b"!") == len(text)
+
+
 def test_places_of_a_chat_are_one_text_and_not_searched_for_garbage() -> None:
     entry = {token: Logprob(-1.0 - token, 1 + token, chr(97 + token), bytes([97 + token])) for token in range(20)}
     answer = CompletionOutput(0, "a" * 500, [0] * 500, logprobs=[entry] * 500)

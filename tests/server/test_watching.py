@@ -30,6 +30,12 @@ def samples(server: Server) -> dict[str, float]:
     }
 
 
+def test_what_is_read_has_a_head(server: Server) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", f"/v1/models/{NAME}"):
+        head = httpx.head(f"{server.url}{path}")
+        assert head.status_code == 200 and head.content == b"", path
+
+
 def test_metrics_count_requests_and_tokens(server: Server) -> None:
     before = samples(server)
     server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})

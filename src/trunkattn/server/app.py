@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
 
 _LOG: Final = logging.getLogger(__name__)
+_READ: Final = ("GET", "HEAD")
 _CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
 _STATIC: Final = files("trunkattn.server") / "static"
 # The page asks no other host for anything, and no other page may hold it in a frame.
@@ -106,11 +107,11 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         return await _answer(service, request, ChatCompletionRequest, Chat)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=[*_READ])
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=[*_READ])
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return _model(service)
@@ -130,7 +131,14 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             if body.prompt is not None:
                 token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens)
             else:
-                token_ids = await service.chat_tokens(body.messages or [], len(raw))
+                token_ids = await service.chat_tokens(
+                    body.messages or [],
+                    len(raw),
+                    body.tools or (),
+                    chat_template_kwargs=body.chat_template_kwargs,
+                    add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                )
         most = service.llm.engine.limits.max_model_len
         return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
 
@@ -146,17 +154,17 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
 def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
     """The paths that show how the server does."""
 
-    @app.get("/health")
+    @app.api_route("/health", methods=[*_READ])
     async def health() -> Response:
         if service.loop.is_running:
             return JSONResponse({"status": "ok"})
         return error_response(503, "the engine has stopped")
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=[*_READ])
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=_PROMETHEUS)
 
-    @app.get("/")
+    @app.api_route("/", methods=[*_READ])
     async def page() -> Response:
         return HTMLResponse((_STATIC / "index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
@@ -170,8 +178,21 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
 async def _answer(
     service: Service, request: Request, body_model: type[AnyRequest], endpoint_type: Callable[..., Completion | Chat]
 ) -> Response:
-    """The response of an endpoint that computes: streamed, or whole unless the client goes away before."""
+    """The response of an endpoint that computes, unless the client goes away before it begins."""
     arrived, raw = time.monotonic(), await request.body()
+    response = await _unless_disconnected(request, _respond(service, request, raw, arrived, body_model, endpoint_type))
+    return Response(status_code=_CLIENT_CLOSED) if response is None else response
+
+
+async def _respond(
+    service: Service,
+    request: Request,
+    raw: bytes,
+    arrived: float,
+    body_model: type[AnyRequest],
+    endpoint_type: Callable[..., Completion | Chat],
+) -> Response:
+    """The response to a body: whole, or as a stream, which begins with its first event."""
     with service.loop.place():  # who waits for the tokenizer waits
         body = await service.read(raw, body_model)
         key: str | None = getattr(request.state, "api_key", None)
@@ -182,10 +203,7 @@ async def _answer(
         _LOG.info("%s is for user %r", endpoint.id, body.user)
     if body.stream:
         return await respond(endpoint.stream(submissions))
-    done = await _unless_disconnected(request, endpoint.whole(submissions))
-    if done is None:
-        return Response(status_code=_CLIENT_CLOSED)
-    return Response(done, media_type="application/json")
+    return Response(await endpoint.whole(submissions), media_type="application/json")
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:

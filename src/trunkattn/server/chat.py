@@ -15,9 +15,10 @@ from trunkattn.server.errors import BadRequest
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
-from trunkattn.server.service import Caller, Service, num_places, usage_of
+from trunkattn.server.service import Caller, Service, num_places
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
+from trunkattn.server.usage import usage_of, usage_so_far
 
 
 class Chat:
@@ -96,13 +97,11 @@ class Chat:
         for answer in output.outputs:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
-                events.append(writer.event(self._chunk(answer, {"role": "assistant", "content": ""})))
+                first = self._chunk(answer, {"role": "assistant", "content": ""})
+                events.append(writer.event(first | usage_so_far(output, self._options)))
             for chunk in self._chunks(answer, progress[answer.index], rest):
-                events.append(writer.event(chunk | self._usage_so_far(output), rest))
+                events.append(writer.event(chunk | usage_so_far(output, self._options), rest))
         return events
-
-    def _usage_so_far(self, output: RequestOutput) -> dict[str, Any]:
-        return {"usage": usage_of([output]).as_json()} if self._options.continuous_usage_stats else {}
 
     def _chunks(self, answer: CompletionOutput, sent: Progress, rest: Rest) -> list[dict[str, Any]]:
         """What is new of an answer. A tool call is sent when it is complete."""

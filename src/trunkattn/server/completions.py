@@ -13,8 +13,9 @@ from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.lanes import Rest
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
-from trunkattn.server.service import Caller, Service, num_places, usage_of
+from trunkattn.server.service import Caller, Service, num_places
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, write_json
+from trunkattn.server.usage import usage_of, usage_so_far
 
 
 class Piece(NamedTuple):
@@ -122,9 +123,7 @@ class Completion:
             if piece.text or has_logprobs or sent.just_ended:
                 sent.begun = True
                 event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
-                if self._options.continuous_usage_stats:
-                    event["usage"] = usage_of([output]).as_json()
-                events.append(writer.event(event, rest))
+                events.append(writer.event(event | usage_so_far(output, self._options), rest))
         return events
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
@@ -146,7 +145,7 @@ class Completion:
         if answer.logprobs is not None:
             places = Places(self._service.token_bytes, self._hidden, piece.offsets, rest)
             if self._echoed and piece.begins:
-                places.add(output.prompt_token_ids, output.prompt_logprobs or [])
+                places.add(output.prompt_token_ids, output.prompt_logprobs or [], echo)
             new = range(piece.first_token, len(answer.token_ids))
             places.add(answer.token_ids[piece.first_token :], (answer.logprobs[place] for place in new))
             logprobs = places.as_json()
@@ -195,13 +194,19 @@ class Places:
         self._top: list[dict[str, float] | None] = []
         self._at: list[int] = []
 
-    def add(self, token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob] | None]) -> None:
-        """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none."""
+    def add(
+        self, token_ids: Sequence[int], logprobs: Iterable[Mapping[int, Logprob] | None], echo: str | None = None
+    ) -> None:
+        """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none. echo: the
+        prompt's text, if they are its tokens."""
         for token_id, entry in zip(token_ids, logprobs, strict=True):
             self._rest()
             written = self._token_bytes.of(token_id)
             self._tokens.append(_shown(written, token_id))
-            self._at.append(self._offsets.before(b"" if token_id in self._hidden else written or b""))
+            if echo is None:
+                self._at.append(self._offsets.before(b"" if token_id in self._hidden else written or b""))
+            else:
+                self._at.append(self._offsets.echoed(echo, written or b""))
             if entry is None:
                 self._own.append(None)
                 self._top.append(None)
@@ -211,6 +216,8 @@ class Places:
             for other, logprob in entry.items():  # the token itself comes first, and nothing replaces it
                 likely.setdefault(_shown(logprob.token_bytes, other), max(logprob.logprob, LEAST_LOGPROB))
             self._top.append(likely)
+        if echo is not None:
+            self._offsets.begin_answer(echo)
 
     def as_json(self) -> dict[str, Any]:
         """The four lists."""

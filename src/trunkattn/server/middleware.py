@@ -90,7 +90,7 @@ class CheckHost:
         return True
 
     def _may_call(self, origin: str, host: str) -> bool:
-        return "*" in self._origins or origin in self._origins or origin.lower().partition("://")[2] == host
+        return "*" in self._origins or origin.lower() in self._origins or origin.lower().partition("://")[2] == host
 
 
 class RequireKey:
@@ -127,8 +127,8 @@ class RequireKey:
 
 
 class LimitBody:
-    """Answers 413 to a body that is larger than allowed, whatever its headers say, 408 to one that comes too slowly,
-    and 503 to a large one while others fill the room for all of them."""
+    """Answers 413 to a body that is larger than allowed, whatever its headers say, 415 to a compressed one, 408 to one
+    that comes too slowly, and 503 to a large one while others fill the room for all of them."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -138,6 +138,11 @@ class LimitBody:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() not in ("", "identity"):
+            await _drain(receive)
+            message = f"Content-Encoding: {encoding[:100]}: expected a body without compression; leave the header out"
+            return await error_response(415, message)(scope, receive, send)
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self._max_bytes:
             if headers.get(b"expect", b"").lower() != b"100-continue":

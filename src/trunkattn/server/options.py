@@ -1,10 +1,16 @@
 """The server's options. They check themselves."""
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from trunkattn.engine.config import check_bool, check_real
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
 from trunkattn.validate import keep_int
+
+# What a browser sends in the header Origin: a scheme and a host, a port perhaps, and no path.
+_ORIGIN: Final = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
+_HOST: Final = re.compile(r"[^\s/?#@:]+|[0-9a-f:.]+")
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,17 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or any(character.isspace() for character in key):
                 raise ValueError("api_key: expected ASCII text without spaces that is not empty")
-        for name in ("allowed_hosts", "allowed_origins"):
-            if not all(getattr(self, name)):
-                raise ValueError(f"{name.removesuffix('s')}='': expected a name that is not empty")
+        self._keep("allowed_hosts", _HOST, "a name without a scheme, a port or a path, such as llm.example")
+        self._keep("allowed_origins", _ORIGIN, "a scheme and a host without a path, such as https://llm.example, or *")
         check_bool("strict_requests", self.strict_requests)
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             names = ", ".join(TOOL_CALL_PARSERS)
             raise ValueError(f"tool_call_parser={self.tool_call_parser!r}: expected one of {names}")
+
+    def _keep(self, name: str, form: re.Pattern[str], expected: str) -> None:
+        """Checks names that requests are compared with, and keeps them as browsers write them: in lower case."""
+        names = tuple(each.lower() for each in getattr(self, name))
+        for each in names:
+            if not form.fullmatch(each):
+                raise ValueError(f"{name.removesuffix('s')}={each!r}: expected {expected}")
+        object.__setattr__(self, name, names)

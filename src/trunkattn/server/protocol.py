@@ -390,12 +390,16 @@ class ChatCompletionRequest(Sampling):
 
 
 class TokenizeRequest(Body):
-    """Body of /tokenize: a text or a conversation."""
+    """Body of /tokenize: a text or a conversation, with what a chat's prompt is made of."""
 
     model: Label | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    tools: Tools | None = None
+    chat_template_kwargs: AnyJson | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class DetokenizeRequest(Body):

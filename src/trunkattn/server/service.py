@@ -49,33 +49,6 @@ class Grown:
     output: RequestOutput
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def as_json(self) -> dict[str, Any]:
-        """The counts as OpenAI's API shapes them."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens of a request's prompts and answers."""
-    return Usage(
-        sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(answer.token_ids) for output in outputs for answer in output.outputs),
-        sum(output.num_cached_tokens for output in outputs),
-    )
-
-
 def num_places(output: RequestOutput, told: Collection[Progress] = ()) -> int:
     """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
     its answers; the prompt is told first."""
@@ -431,7 +404,9 @@ def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
 
 
 def _arguments(name: str, text: str) -> Any:
-    """The mapping that a text of JSON holds; the text itself if it holds none."""
+    """The mapping that a text of JSON holds, empty for null or no text; the text itself if it holds none."""
+    if not text.strip():
+        return {}
     try:
         found = json.loads(text)
     except RecursionError:
@@ -440,4 +415,4 @@ def _arguments(name: str, text: str) -> Any:
         return text
     if depth_of(found, LIMITS.depth) > LIMITS.depth:
         raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)
-    return found if isinstance(found, dict) else text
+    return {} if found is None else found if isinstance(found, dict) else text

@@ -4,6 +4,7 @@ import json
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
@@ -12,7 +13,10 @@ from trunkattn.engine.outputs import CompletionOutput
 from trunkattn.server.errors import failure
 from trunkattn.server.lanes import Rest, no_rest
 
+_GAP: Final = 16  # characters of a prompt that may have no token
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
+# Ends of lines to Unicode. Some clients divide a stream there, though an event's line ends with a line feed alone.
+_LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
 LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
 
 
@@ -28,6 +32,24 @@ class TextOffsets:
         at = self._characters
         self._characters += len(self._decoder.decode(written))
         return at
+
+    def echoed(self, text: str, written: bytes) -> int:
+        """Characters before a token of an echoed prompt. Its text may lack what a token writes: a special token that
+        the tokenizer adds, a space before the first word, or the name of what is unknown to it."""
+        at, new = self._characters, self._decoder.decode(written)
+        found = next((one for one in (new, new.removeprefix(" ")) if text.startswith(one, at)), None)
+        if found is None:
+            place = text.find(new, at, at + len(new) + _GAP)
+            if place < 0:
+                return at
+            at, found = place, new
+        self._characters = at + len(found)
+        return at
+
+    def begin_answer(self, text: str) -> None:
+        """Goes to the end of the echoed prompt."""
+        self._decoder.reset()
+        self._characters = len(text)
 
 
 @dataclass
@@ -75,12 +97,17 @@ def write_json(value: Any, rest: Rest = no_rest, levels: int = _JSON_LEVELS) -> 
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
+def _event(written: str) -> str:
+    """An event that holds JSON."""
+    return f"data: {written.translate(_LINE_ENDS)}\n\n"
+
+
 class StreamWriter:
     """Events of one stream."""
 
     def event(self, value: dict[str, Any], rest: Rest = no_rest) -> str:
         """An event of JSON."""
-        return f"data: {write_json(value, rest)}\n\n"
+        return _event(write_json(value, rest))
 
     def done(self) -> str:
         """The event that ends OpenAI's streams."""
@@ -99,7 +126,7 @@ async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
             async for event in events:
                 yield event
         except Exception as error:
-            yield f"data: {failure(error).body.decode()}\n\n"  # type: ignore[union-attr]
+            yield _event(failure(error).body.decode())  # type: ignore[union-attr]
         finally:
             await events.aclose()
 
