@@ -135,6 +135,7 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("--port", 70_000, "expected"),
         ("--tool-call-parser", "x", "expected one of"),
         ("--max-waiting", 0, "expected"),
+        ("--host", "", "expected an address or a name"),
         ("--allowed-host", "", "expected a name without"),
         ("--allowed-host", "llm.example:8000", "expected a name without a scheme, a port or a path"),
         ("--allowed-origin", "https://llm.example/", "expected a scheme and a host without a path"),

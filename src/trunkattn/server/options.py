@@ -57,6 +57,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.served_model_name:
             raise ValueError(f"served_model_name={self.served_model_name!r}: expected a name that is not empty")
+        if not self.host:  # which would be every address of the machine
+            raise ValueError("host='': expected an address or a name, such as 127.0.0.1, or 0.0.0.0 for all addresses")
         keep_int(self, "port", 0, 65535)
         for name in ("max_waiting", "max_body_bytes", "max_answers"):
             keep_int(self, name, 1)
