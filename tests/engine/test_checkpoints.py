@@ -56,7 +56,7 @@ def test_missing_tensors_are_refused_by_name(folder: Path) -> None:
         LLM(folder, num_pages=16)
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2", "int32"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2", "int32", "int64", "bool"])
 def test_a_quantized_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
     weight = load_file(folder / "model.safetensors")[f"{LAYER}.q_proj.weight"]
     change(folder, {f"{LAYER}.q_proj.weight": (weight * 10).to(getattr(torch, kind))})

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine import model as model_module
-from trunkattn.engine.model import eos_token_ids, inspect_model, load_tokenizer
+from trunkattn.engine.model import _dtype, eos_token_ids, inspect_model, load_tokenizer
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -139,3 +139,8 @@ def test_an_answer_ends_at_the_configurations_end_of_sequence(tmp_path: Path) ->
     model.config.save_pretrained(tmp_path)
     answer = LLM(tmp_path, num_pages=8).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
     assert answer[0].outputs[0].finish_reason == "stop" and len(answer[0].outputs[0].token_ids) == 1
+
+
+def test_a_type_of_integers_is_no_type_of_a_model() -> None:
+    with pytest.raises(ValueError, match=r"dtype='int8': expected one in which weights are stored"):
+        _dtype("auto", LlamaConfig(dtype="int8"), torch.device("cpu"))

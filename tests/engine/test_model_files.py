@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     save_file({"a": zeros(3, 4)}, tmp_path / "one.safetensors")
     save_file({"b": zeros(5)}, tmp_path / "two.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     return tmp_path
 
@@ -45,6 +45,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no model_type": lambda folder: (folder / "config.json").write_text("{}"),
     "two.safetensors": lambda folder: (folder / "two.safetensors").unlink(),
     "model.safetensors": lambda folder: (folder / "model.safetensors.index.json").unlink(),
+    "a weight_map from tensors to files, and metadata": lambda folder: (
+        folder / "model.safetensors.index.json"
+    ).write_text('{"weight_map": {"a": "one.safetensors"}}'),
     "weight_map": lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
     "one.safetensors.*file not fully covered": lambda folder: truncate(folder / "one.safetensors", 1),
     "one.safetensors.*invalid header length": lambda folder: truncate(folder / "one.safetensors", 80),

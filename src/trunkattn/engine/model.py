@@ -279,4 +279,9 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
+    if isinstance(config.dtype, torch.dtype) and not config.dtype.is_floating_point:
+        raise ValueError(
+            f"model: its configuration has dtype={str(config.dtype).removeprefix('torch.')!r}: expected one in which "
+            f"weights are stored, such as bfloat16; correct its config.json"
+        )
     return config.dtype if isinstance(config.dtype, torch.dtype) and device.type != "cpu" else torch.float32

@@ -31,6 +31,8 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
 # Types in which models store weights, masks and indices. Any other holds quantised numbers, and their scales elsewhere.
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
+INTEGER_TYPES = frozenset({"I64", "BOOL"})  # of masks and indices alone
+WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 MAX_REASON = 400
 
@@ -121,9 +123,13 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
         )
     files = [folder / SAFETENSORS]  # which transformers takes if there is an index, too
     if not files[0].is_file() and (folder / SAFETENSORS_INDEX).is_file():
-        shards = _read_json(folder / SAFETENSORS_INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ValueError(f"model={str(folder / SAFETENSORS_INDEX)!r}: expected a weight_map from tensors to files")
+        index = _read_json(folder / SAFETENSORS_INDEX)
+        shards = index.get("weight_map")
+        if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata"), dict):
+            raise ValueError(
+                f"model={str(folder / SAFETENSORS_INDEX)!r}: expected a weight_map from tensors to files, and "
+                f"metadata, if only an empty mapping"
+            )
         files = sorted({folder / str(name) for name in shards.values()})
     holder: dict[str, Path] = {}
     for file in files:
@@ -188,7 +194,8 @@ def check_safetensors(path: Path) -> list[str]:
             f"or download it again"
         ) from error
     for name, kind in types.items():
-        if kind not in PLAIN_TYPES and not MASK.fullmatch(name):
+        is_number = kind in PLAIN_TYPES and not (kind in INTEGER_TYPES and WEIGHT.fullmatch(name))
+        if not is_number and not MASK.fullmatch(name):
             raise ValueError(
                 f"model={str(path)!r}: its tensor {name} has type {kind}, so its weights are quantized; expected plain "
                 f"safetensors (F64, F32, F16 or BF16) or GGUF"
