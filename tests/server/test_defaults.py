@@ -73,7 +73,7 @@ def test_what_is_given_is_taken_before_the_models(configured: Any, seen: list[Sa
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_tokens", 0), ("max_tokens", -1), ("n", 0), ("top_k", -2), ("seed", -2), ("min_tokens", -1)],
+    [("max_tokens", 0), ("max_tokens", -1), ("n", 0), ("top_k", -2), ("seed", 1 << 63), ("min_tokens", -1)],
 )
 def test_numbers_that_mean_nothing_are_refused_everywhere(configured: Any, name: str, value: int) -> None:
     with pytest.raises((ValueError, TypeError), match=f"{name}={value}"):

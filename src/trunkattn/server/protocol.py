@@ -294,6 +294,15 @@ class TextPart(Body):
     refusal: str = ""
 
 
+def _function_type(given: Any) -> Any:
+    if isinstance(given, str) and given != "function":
+        raise _refuse("other_tool", "expected 'function'; this server has no tools of another kind")
+    return given
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
+
+
 class FunctionCall(Body):
     """A call that the model made in an earlier answer. arguments: JSON, or what it says."""
 
@@ -307,7 +316,7 @@ class ToolCall(Body):
 
     without_effect = frozenset({"index"})
     id: Label | None = None
-    type: Literal["function"] = "function"
+    type: FunctionType = "function"
     function: FunctionCall
 
 
@@ -339,7 +348,7 @@ class Tool(Body):
     """A tool that the model may call."""
 
     without_effect = frozenset({"cache_control"})
-    type: Literal["function"]
+    type: FunctionType
     function: FunctionDefinition
 
 
@@ -352,7 +361,7 @@ class FunctionName(Body):
 class NamedToolChoice(Body):
     """The one tool that the model must call."""
 
-    type: Literal["function"]
+    type: FunctionType
     function: FunctionName
 
 
