@@ -56,6 +56,19 @@ def test_probabilities_are_those_of_the_definition(
     assert (probs / probs.sum() - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("least", [5e-324, 1e-300, 1e-46])
+def test_a_top_p_that_is_zero_in_float32_keeps_the_most_likely_token(least: float) -> None:
+    logits = logits_of(3)
+    drawn = Sampler().sample(logits, [spec(top_p=least), spec(top_p=least, top_k=5), spec(top_p=least, min_p=0.1)])
+    assert drawn == logits.argmax(dim=-1).tolist()
+
+
+def test_a_temperature_that_is_infinite_in_float32_draws_no_banned_token() -> None:
+    logits = torch.full((50, 8), -math.inf)
+    logits[:, 2] = 1.0
+    assert Sampler().sample(logits, [spec(temperature=1e300)] * 50) == [2] * 50
+
+
 def test_draws_follow_the_probabilities() -> None:
     probs = torch.tensor([[0.5, 0.0, 0.25, 0.25, 0.0]])
     drawn = [

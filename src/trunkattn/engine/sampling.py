@@ -15,6 +15,7 @@ from trunkattn.engine.sampling_params import SamplingParams
 NOT_FINITE = -1  # in place of a token: the model's logits have none that is largest, because of a NaN or infinity
 NO_TOKEN_LEFT = -2  # in place of a token: the request's own parameters leave none
 BLOCK = 256  # tokens; a draw chooses a block of them first
+_LARGEST = torch.finfo(torch.float32).max
 MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small
 
 
@@ -202,7 +203,9 @@ def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     """[rows, vocab_size] float32 probabilities after temperature, min-p, top-k and top-p; not normalised after the last
     two. `logits` are not changed."""
     if any(p.temperature != 1 for p in params):
-        temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=logits.device)
+        # An infinite temperature would make NaN of a token that is banned.
+        finite = [[min(p.temperature, _LARGEST)] for p in params]
+        temperature = torch.tensor(finite, dtype=torch.float32, device=logits.device)
         # Subtract the maximum first, so that a small temperature cannot overflow.
         logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
     probs = logits.softmax(dim=-1)
@@ -238,8 +241,9 @@ def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
         if width == vocab_size or bool(((top_k <= width) | (mass[:, -1:] >= top_p)).all()):
             break
         width = min(vocab_size, 8 * width)
-    kept = values.masked_fill(mass - values >= top_p * total, 0.0)
-    return torch.zeros_like(probs).scatter_(1, token_ids, kept)
+    is_beyond = mass - values >= top_p * total
+    is_beyond[:, 0] = False  # a top_p that is 0 in float32 keeps the most likely token, too
+    return torch.zeros_like(probs).scatter_(1, token_ids, values.masked_fill_(is_beyond, 0.0))
 
 
 def _stream(seed: int, index: int, position: int) -> int:
