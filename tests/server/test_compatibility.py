@@ -146,6 +146,12 @@ def test_every_event_has_the_counts_if_asked(server: Server) -> None:
     assert len(counts) > 1 and counts == sorted(counts) and counts[-1] == 3
 
 
+@pytest.mark.parametrize("end", [{"logit_bias": {"256": 100}}, {"stop": "a", "allowed_token_ids": [64]}])
+def test_what_an_echo_alone_leaves_out_ends_nothing(server: Server, end: dict[str, Any]) -> None:
+    choice = server.post(COMPLETE, {"prompt": "x", "echo": True, "max_tokens": 0} | end).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("x", "length", None)
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 def test_the_counts_at_the_end_are_null_before(server: Server, path: str) -> None:
     body = {"messages": [USER]} if path == CHAT else {"prompt": "x"}

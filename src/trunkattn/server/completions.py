@@ -127,11 +127,18 @@ class Completion:
         return events
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
-        """An output without the token that nobody asked for."""
+        """An output without the token that nobody asked for, and without what it ended by."""
         if not self._has_no_answer:
             return output
         answers = [
-            replace(answer, text="", token_ids=[], logprobs=None if answer.logprobs is None else [])
+            replace(
+                answer,
+                text="",
+                token_ids=[],
+                logprobs=None if answer.logprobs is None else [],
+                finish_reason=None if answer.finish_reason is None else "length",
+                stop_reason=None,
+            )
             for answer in output.outputs
         ]
         return replace(output, outputs=answers)
