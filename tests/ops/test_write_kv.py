@@ -178,10 +178,11 @@ def test_bad_input_of_a_latent_cache_is_named(changed: dict[str, Any], error: ty
 def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
     a100 = card_of(GpuFacts("NVIDIA A100-SXM4-80GB", 108, 80, 40 << 20))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(import_module("trunkattn.ops.write_kv"), "card_at", lambda device: a100)
     with FakeTensorMode():
         new = torch.empty(3, 2, 8, device="cuda")
         cache = torch.empty(4, 16, 2, 8, device="cuda", dtype=torch.float8_e4m3fn)
+        slots = torch.zeros(3, dtype=torch.int64, device="cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(TypeError, match=r"k_cache has dtype torch\.float8_e4m3fn: expected .* capability 8\.9"):
-            write_kv(new, new, cache, cache, torch.zeros(3, dtype=torch.int64, device="cuda"))
+            write_kv(new, new, cache, cache, slots)

@@ -107,5 +107,14 @@ def tree_of(batch: DecodeBatch, keys: list[tuple[int, int]]) -> list[TrieNode]:
         places[node] = len(nodes)
         first, last = int(forest.row_start[node]), int(forest.row_end[node])
         line, part = keys[int(forest.order[first])]
-        nodes.append(TrieNode(int(places[parent]), start, end - start, last - first, line, part))
+        nodes.append(
+            TrieNode(
+                parent=int(places[parent]),
+                start=start,
+                tokens=end - start,
+                sequences=last - first,
+                line=line,
+                part=part,
+            )
+        )
     return nodes
