@@ -26,7 +26,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"top_p": None}, TypeError),
     ({"top_k": -2}, ValueError),
     ({"top_k": 1.0}, TypeError),
-    ({"seed": -2}, ValueError),
+    ({"seed": -(2**63) - 1}, ValueError),
     ({"seed": "x"}, TypeError),
     ({"stop": ""}, ValueError),
     ({"stop": ["a", ""]}, ValueError),

@@ -90,11 +90,13 @@ def _check_tensor(name: str, value: Any) -> None:
     """Raises unless it is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
-    check_dense(name, value)
+    if value.layout != torch.strided or value.is_nested:
+        check_dense(name, value)
 
 
 def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
     """Raises unless shapes, dtypes and devices fit. packed: the argument that makes the tensors packed, or nothing."""
+    compiling = torch.compiler.is_compiling()
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, tensor)
         dtypes = DTYPES.get(tensor.device.type)
@@ -104,7 +106,7 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         if tensor.dtype not in dtypes or tensor.dtype != q.dtype:
             expected = f"one of {', '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else f"{q.dtype}, like q"
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected {expected}")
-        if tensor.is_cuda and not torch.compiler.is_compiling():  # which traces no question of how a view is read
+        if tensor.is_cuda and not compiling:  # torch.compile traces no question of how a view is read
             check_plain(name, tensor)
         if tensor.dim() != (3 if packed else 4):
             expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
