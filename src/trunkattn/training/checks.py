@@ -90,7 +90,7 @@ def _check_tensor(name: str, value: Any) -> None:
     """Raises unless it is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
-    if value.layout != torch.strided or value.is_nested:
+    if value.layout != torch.strided or value.is_nested:  # asked first: a call takes longer, and an eager step has many
         check_dense(name, value)
 
 
