@@ -192,11 +192,6 @@ def _below_autograd(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         return op(*given)
 
 
-def _savable(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or a copy of one that was made in inference mode, which autograd does not save."""
-    return tensor.clone() if tensor is not None and tensor.is_inference() else tensor
-
-
 class _Attention(torch.autograd.Function):
     """`attention` with its gradients."""
 
@@ -205,7 +200,8 @@ class _Attention(torch.autograd.Function):
         found: Pair = _below_autograd(attention, given)
         ctx.options = given[-3:]
         ctx.set_materialize_grads(False)  # most callers ask for no lse
-        own = [_savable(tensor) for tensor in given[:8]]
+        # autograd saves no tensor that was made in inference mode, but its copy
+        own = [tensor.clone() if tensor is not None and tensor.is_inference() else tensor for tensor in given[:8]]
         ctx.save_for_backward(*own[:3], *found, *own[3:])
         return found
 
