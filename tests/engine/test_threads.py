@@ -1,10 +1,12 @@
 """Several threads on one LLM: every one gets its own answers, and none is left behind."""
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from trunkattn import LLM, SamplingParams
 
@@ -76,3 +78,32 @@ def test_a_thread_that_stops_early_harms_nobody(llm: LLM) -> None:
 
     run_all(work, 4)
     assert found == [expected] and llm.engine.scheduler.cache.num_pages_in_use == 0
+
+
+def test_an_iterator_that_becomes_garbage_within_a_step_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], GREEDY)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+
+    def collect(_: list[int], logits: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=3, logits_processors=[collect])
+    run_all(lambda _: llm.generate([4, 5], params), 1)
+    assert not llm.engine.has_unfinished and llm.engine.scheduler.cache.num_pages_in_use == 0
+
+
+def test_a_processor_that_asks_its_own_engine_is_refused(llm: LLM) -> None:
+    def ask(_: list[int], logits: torch.Tensor) -> torch.Tensor:
+        llm.generate([1, 2], GREEDY)
+        return logits
+
+    found: list[Any] = []
+    params = SamplingParams(temperature=0, max_tokens=3, logits_processors=[ask])
+    run_all(lambda _: found.extend(llm.generate([4, 5], params)[0].outputs), 1)
+    assert found[0].finish_reason == "error" and "such as a logits processor, can use it" in found[0].error
+    assert len(llm.generate([4, 5], GREEDY)[0].outputs[0].token_ids) == 20
+    assert not llm.engine.has_unfinished and llm.engine.scheduler.cache.num_pages_in_use == 0

@@ -1,5 +1,6 @@
 """`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
 
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -103,6 +104,7 @@ class LLM:
         self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
         self._turn = Turns()  # whoever has it may use the engine
+        self._abandoned: deque[str] = deque()  # requests that nobody waits for any more
 
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
@@ -247,17 +249,26 @@ class LLM:
                         del positions[output.request_id]
                     yield position, output
         finally:
-            with held_interrupts(), self._turn:
-                for request_id in positions:
-                    self.engine.abort_request(request_id)
-                    self._unfetched.pop(request_id, None)
+            with held_interrupts():
+                self._abandoned.extend(positions)
+                if not self._turn.is_own:  # within a step Python closes an iterator that has become garbage
+                    with self._turn:
+                        self._end_abandoned()
 
     def _next_outputs(self, positions: Mapping[str, int]) -> list[RequestOutput]:
         """New outputs of these requests: those that another call's step has computed, or those of a step."""
         with held_interrupts(), self._turn:
+            self._end_abandoned()
             if not any(request_id in self._unfetched for request_id in positions):
                 self._unfetched.update((output.request_id, output) for output in self.engine.step())
             return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
+
+    def _end_abandoned(self) -> None:
+        """Ends the requests that nobody waits for, and frees their pages. In a turn."""
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self.engine.abort_request(request_id)
+            self._unfetched.pop(request_id, None)
 
     def _prepare(
         self,
