@@ -66,6 +66,8 @@ ARGUMENTS = {
     '{"a": "\\ud83d", "b": "\\u00fc ü"}': '{"a": "\\ud83d", "b": "\\u00fc ü"}',
     r'"{\"a\": \"\ud83d\"}"': r'{"a": "\ud83d"}',  # arguments as a text of JSON
     "[1, 2]": "[1, 2]",
+    '"in Berlin"': '"in Berlin"',  # a text that is no JSON: clients read the arguments as JSON
+    r'"{\"a\": NaN}"': r'"{\"a\": NaN}"',
 }
 
 
@@ -81,7 +83,7 @@ def test_arguments_are_what_the_model_wrote(parser: str, written: str) -> None:
     parsed.calls[0].arguments.encode()
 
 
-@pytest.mark.parametrize("written", ["null", '""', '" "', None])
+@pytest.mark.parametrize("written", ["null", '""', '" "', '"null"', None])
 def test_no_arguments_are_an_empty_object(written: str | None) -> None:
     """Clients read them as JSON, and pass them on by name."""
     call = '{"name": "f"}' if written is None else f'{{"name": "f", "arguments": {written}}}'
@@ -115,6 +117,8 @@ def test_a_name_that_is_no_unicode_can_be_sent() -> None:
         f"One <tool_call> two <tool_call>{OTHER}</tool_call>\n",
         f"Ah [TOOL_CALLS] [{CALL}] \n",
         f"  {CALL} and so on ",
+        f",;{CALL}",
+        f" ; {CALL}; {OTHER}",
         "plain text \n ",
         "a <tool_ca",
     ],

@@ -97,8 +97,24 @@ def _read_call(text: str, at: int) -> tuple[Call, int]:
     if not isinstance(name, str) or not name:
         raise ValueError("expected a name")
     value, written = members.get("arguments", members.get("parameters", (None, "")))
-    arguments = value.strip() if isinstance(value, str) else "" if value is None else written
-    return Call(_encodable(name), _encodable(arguments) or NO_ARGUMENTS), end
+    return Call(_encodable(name), _encodable(_arguments(value, written))), end
+
+
+def _arguments(value: Any, written: str) -> str:
+    """Arguments as JSON. A text of JSON is what it holds; any other text is JSON as the model wrote it.
+
+    Raises:
+        RecursionError: the text is nested too deeply to be read.
+    """
+    if value is None:
+        return NO_ARGUMENTS
+    if not isinstance(value, str):
+        return written
+    text = value.strip()
+    try:
+        return NO_ARGUMENTS if not text or _DECODER.decode(text) is None else text
+    except ValueError:
+        return written
 
 
 def read_calls(text: str, at: int = 0) -> tuple[tuple[Call, ...], int]:
@@ -106,7 +122,7 @@ def read_calls(text: str, at: int = 0) -> tuple[tuple[Call, ...], int]:
     calls: list[Call] = []
     in_list, end = False, at
     while True:
-        at = _skip(_BETWEEN_CALLS, text, at)
+        at = _skip(_BETWEEN_CALLS if calls else _SPACE, text, at)
         if text[at : at + 1] == "[" and not in_list:
             in_list, at = True, at + 1
         elif text[at : at + 1] == "]" and in_list:
