@@ -56,6 +56,31 @@ def test_tools_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.Mo
     assert llm.tokenizer.decode(output.prompt_token_ids) == "weather;calm Name a river."
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
+def test_a_call_of_a_history_is_what_the_server_makes_of_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: Any
+) -> None:
+    """OpenAI's messages have arguments as text and a null for content, and templates write mappings and add texts."""
+    template = (
+        "{% for m in messages %}{{ m.content + '.' }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}{{ 'tool_calls' in m }}{% endfor %}"
+    )
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    function = {"name": "weather", "arguments": arguments}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    assert rendered(llm, [call], add_generation_prompt=False) == '.{"city": "Rome"}True'
+    assert rendered(llm, [{"role": "assistant", "content": "a", "tool_calls": []}]) == "a.False"
+    assert function == {"name": "weather", "arguments": arguments}
+
+
+@pytest.mark.parametrize(("arguments", "read"), [("", "{}"), ("null", "{}"), ("[1]", '"[1]"'), ("a b", '"a b"')])
+def test_arguments_that_are_no_mapping(llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: str, read: str) -> None:
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    assert rendered(llm, [{"role": "assistant", "tool_calls": calls}]) == read
+
+
 BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], r"messages\[0\].content\[0\].type="),
     ([USER, {"role": "user", "content": ["x"]}], r"messages\[1\].content\[0\]='x': expected a part of the type"),
@@ -65,6 +90,10 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([USER, {"role": "user"}], "the model's chat template refuses it"),
     ([{"role": "user", "content": b"x"}], r"messages\[0\].content=b'x': expected a text or a list of parts"),
     ([{"role": "user", "content": math.nan}], r"messages\[0\].content=nan: expected a text or a list of parts"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}],
+        r"messages\[0\].tool_calls\[0\].function.arguments=.*: expected JSON of fewer levels",
+    ),
     ([], r"messages=\[\]: expected at least one message"),
 ]
 

@@ -1,5 +1,6 @@
 """Prompts: turns what a user gives, text, token ids or messages, into token ids. Errors name what is wrong."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -136,8 +137,27 @@ def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptio
         raise ValueError(f"{name}={shown(conversation)}: the model's chat template refuses it: {reason}") from error
 
 
+def read_arguments(name: str, text: str) -> Any:
+    """The mapping that the arguments of a call hold as JSON, empty for null or no text; the text itself if it holds
+    none.
+
+    Raises:
+        ValueError: naming the arguments by `name`: they are nested too deeply to be read.
+    """
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{name}={shown(text)}: expected JSON of fewer levels") from error
+    except ValueError:
+        return text
+    return {} if found is None else found if isinstance(found, dict) else text
+
+
 def _message(name: str, message: Any) -> dict[str, Any]:
-    """A checked message. The text parts of its content are joined by line breaks, as vLLM does."""
+    """A checked message as templates read it, in the way of vLLM: the text parts of its content are joined by line
+    breaks, a null is an empty content, arguments of calls are mappings, and a list of no calls is left out."""
     if not isinstance(message, Mapping):
         raise TypeError(f"{name}={shown(message)}: expected a mapping with a role and a content")
     if not isinstance(message.get("role"), str):
@@ -148,10 +168,25 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         checked["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
     elif not isinstance(content, str | Mapping | None):
         raise TypeError(f"{name}.content={shown(content)}: expected a text or a list of parts")
+    calls = checked.pop("tool_calls", None)
+    if content is None and (calls or "content" in checked):
+        checked["content"] = ""
+    if isinstance(calls, Sequence) and not isinstance(calls, str | bytes):
+        calls = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    if calls:
+        checked["tool_calls"] = calls
     for key in ("role", "content"):
         if isinstance(checked.get(key), str):
             check_text(f"{name}.{key}", checked[key])
     return checked
+
+
+def _call(name: str, call: Any) -> Any:
+    """A call whose arguments are a mapping, if they are one as JSON. The template reads any other form as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(given := function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": read_arguments(f"{name}.function.arguments", given)}}
 
 
 def _part(name: str, part: Any) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -14,7 +13,7 @@ from trunkattn.engine.engine import CheckedRequest
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.prompts import ChatOptions, render_template
+from trunkattn.engine.prompts import ChatOptions, read_arguments, render_template
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
@@ -404,15 +403,8 @@ def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
 
 
 def _arguments(name: str, text: str) -> Any:
-    """The mapping that a text of JSON holds, empty for null or no text; the text itself if it holds none."""
-    if not text.strip():
-        return {}
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name) from None
-    except ValueError:
-        return text
+    """See `read_arguments`; here they have as many levels as any JSON of a request."""
+    found = read_arguments(name, text)
     if depth_of(found, LIMITS.depth) > LIMITS.depth:
         raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)
-    return {} if found is None else found if isinstance(found, dict) else text
+    return found
