@@ -230,3 +230,143 @@ def test_masks_that_are_not_there_are_refused() -> None:
         mask(1, 4, 4, mask_function=lambda b, h, q, k: (q - k) < 2, allow_is_causal_skip=False)
     with pytest.raises(ValueError, match="has padding, and 1 queries meet 4 keys"):
         mask(1, 1, 4, attention_mask=torch.tensor([[False, True, True, True]]))
+
+
+KEPT = torch.ones(2, 17, dtype=torch.long)
+ENDS, HOLES = KEPT.clone(), KEPT.clone()
+ENDS[0, 12:], HOLES[0, 4:7] = 0, 0
+WINDOW = SMALL | {"sliding_window": 5}
+CHUNKS = SMALL | {
+    "attention_chunk_size": 5, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
+    "layer_types": ["chunked_attention", "full_attention"],
+}  # fmt: skip
+MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+
+
+def both(name: str, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """A causal model with eager attention, and the same with ours."""
+    register()
+    config = getattr(transformers, f"{name}Config")(**options)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("trunkattn")
+    return model, other
+
+
+STATIC = "the cache has room for keys behind the last query"
+IN_CHUNKS = "the model attends in chunks, and "
+ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    ("attention_mask hides tokens between others", "Mistral", WINDOW, {"attention_mask": HOLES}),
+    ("attention_mask hides tokens between others", "Llama4Text", CHUNKS, {"attention_mask": HOLES}),
+    (f"{IN_CHUNKS}there is padding", "Llama4Text", CHUNKS, {"attention_mask": ENDS}),
+    (
+        "Qwen2MoeAttention does not pass on its model's sliding_window=5 and has 17 keys",
+        "Qwen2Moe",
+        WINDOW | MOE | {"use_sliding_window": True, "max_window_layers": 0},
+        {},
+    ),
+    ("PhimoeAttention does not pass on its model's sliding_window=5", "Phimoe", WINDOW | {"num_local_experts": 2}, {}),
+    (
+        "tree is given and the model attends in chunks of 5 tokens",
+        "Llama4Text",
+        CHUNKS,
+        {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17])},
+    ),
+)
+
+
+@pytest.mark.parametrize(("message", "name", "config", "batch"), ELSEWHERE)
+def test_what_a_models_masks_say_and_attention_does_not_is_refused(
+    message: str, name: str, config: dict[str, Any], batch: dict[str, Any]
+) -> None:
+    _, model = both(name, config)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(**({"input_ids": TOKENS, "use_cache": False} | batch))
+
+
+def test_holes_beside_a_window_are_refused_in_a_compiled_model_too() -> None:
+    _, model = both("Mistral", WINDOW)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(TOKENS, attention_mask=ENDS, use_cache=False)
+    with pytest.raises(RuntimeError, match="attention_mask hides tokens between others"):
+        compiled(TOKENS, attention_mask=HOLES, use_cache=False)
+
+
+def test_images_that_see_ahead_are_refused_beside_padding_too() -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    _, model = both("Llama", SMALL)
+    blocks = torch.full((2, 17), -1)
+    blocks[:, 3:9] = 0
+    for kept in (None, ENDS):
+        with pytest.raises(ValueError, match="lets a token see a later one"):
+            create_causal_mask(model.config, torch.zeros(2, 17, 32), kept, None, block_sequence_ids=blocks)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Llama4Text"])
+def test_caches_that_grow_and_caches_that_do_not(name: str) -> None:
+    """A prompt in two pieces, then tokens one by one, beyond a window; chunks do not go on from a cache."""
+    config = {"Llama": SMALL, "Mistral": WINDOW, "Llama4Text": CHUNKS}[name]
+    theirs, ours = both(name, config)
+
+    def logits(model: nn.Module, cache: Any, masked: bool) -> torch.Tensor:
+        found = []
+        for start, end in ((0, 4), (4, 8), (8, 9), (9, 10)):
+            kept = {"attention_mask": torch.ones(2, end, dtype=torch.long)} if masked else {}
+            found.append(model(TOKENS[:, start:end], past_key_values=cache, **kept).logits)
+        return torch.cat(found, 1)
+
+    for masked in (False, True):
+        with torch.no_grad():
+            with pytest.raises(ValueError, match=STATIC):
+                logits(ours, transformers.StaticCache(config=ours.config, max_cache_len=20), masked)
+            if name == "Llama4Text":
+                with pytest.raises(ValueError, match=f"{IN_CHUNKS}keys are cached"):
+                    logits(ours, transformers.DynamicCache(config=ours.config), masked)
+                continue
+            expected, found = (
+                logits(model, transformers.DynamicCache(config=model.config), masked) for model in (theirs, ours)
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_of_a_model_with_chunks() -> None:
+    """Its keywords hold the sequences, and its masks the chunks of each."""
+    sums = torch.tensor([0, 8, 15, 17], dtype=torch.int32)
+    batch = {"input_ids": TOKENS[:1], "position_ids": PACKED, "use_cache": False}
+    lengths = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": 8, "max_length_k": 8}
+    theirs, ours = both("Llama4Text", CHUNKS)
+    torch.testing.assert_close(ours(**batch, **lengths).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [ENDS, HOLES])
+@pytest.mark.parametrize("tokens", [17, 9])
+def test_a_decoder_sees_all_of_its_encoders_text_and_no_padding(tokens: int, kept: torch.Tensor) -> None:
+    register()
+    sizes = {f"{name}_{part}": 4 for name in ("encoder", "decoder") for part in ("attention_heads", "ffn_dim")}
+    config = transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, dropout=0, **sizes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = transformers.BartModel(config)
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation("trunkattn")
+    batch = {"input_ids": TOKENS, "attention_mask": kept, "decoder_input_ids": TOKENS.flip(1)[:, :tokens]}
+    expected, found = (model(**batch).last_hidden_state for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_to_both_sides_is_as_wide_as_the_models_own() -> None:
+    """ModernBERT passes one token more than its configuration has, as its masks do; T5Gemma does not."""
+    layer = nn.Module()
+    layer.config, layer.is_causal = transformers.MistralConfig(sliding_window=3), False  # type: ignore[assignment]
+    attend(layer, Q, Q, Q, None, sliding_window=4)
+    with pytest.raises(ValueError, match=re.escape("sliding_window=3: expected 4, the token itself and the 3")):
+        attend(layer, Q, Q, Q, None, sliding_window=3)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_keys_that_a_model_selects_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is given: attn_implementation='trunkattn' has none"):
+        attend(nn.Module(), Q, Q, Q, None, **{name: torch.zeros(1)})

@@ -1,10 +1,5 @@
-"""transformers' attention and mask interfaces over `flash_attention`.
+"""transformers' attention interface over `flash_attention`."""
 
-transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal;
-`cu_seqlens`, one dimension, of sequences that are packed or of chunks; and the 2-dimensional mask of padding.
-"""
-
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -12,75 +7,22 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn import PrefixTree, flash_attention
+from trunkattn.integrations.transformers.masks import NAME, mask
 
-NAME: Final = "trunkattn"
 _CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.
-_ABSENT: Final = frozenset({"output_attentions", "position_bias", "head_mask", "cache", "block_table", "num_splits"})
+_ABSENT: Final = frozenset(
+    {
+        *("output_attentions", "position_bias", "head_mask", "cache", "block_table", "num_splits"),
+        *("indices", "block_indices", "sinks"),  # which keys a query sees, and sinks that differ from token to token
+    }
+)
 
 
 def register() -> None:
     """Lets models of transformers take `attn_implementation="trunkattn"`."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    **options: Any,
-) -> torch.Tensor | None:
-    """transformers' mask interface; see the module for what it returns.
-
-    Raises:
-        ValueError: the mask is one that no packed sequence, window or padding makes.
-    """
-    if options.get("use_vmap", False):
-        raise ValueError(
-            f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"
-        )
-    padded = attention_mask is not None
-    if attention_mask is not None and not torch.compiler.is_compiling():
-        padded = attention_mask.shape[1] != kv_length or not bool(attention_mask.all())
-    if padded:
-        if q_length != kv_length:
-            raise ValueError(
-                f"attention_mask has padding, and {q_length} queries meet {kv_length} keys: "
-                f"attn_implementation={NAME!r} takes padding in training only; generate with another one"
-            )
-        return attention_mask
-    plain = options.get("allow_is_causal_skip", True) and (local_size is None or local_size >= kv_length)
-    if plain or options.get("allow_is_bidirectional_skip", False) or mask_function is None:
-        return None
-    if q_length != kv_length:
-        return None  # a window, which the layer names; others come with training
-    return _boundaries(mask_function, (batch_size, q_length), options.get("device", "cpu"))
-
-
-def _boundaries(
-    mask_function: Callable[..., Any], shape: tuple[int, int], device: torch.device | str
-) -> torch.Tensor | None:
-    """cu_seqlens [num_sequences + 1] of all rows: a sequence begins where a token does not see the one before. None if
-    each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow."""
-    rows = torch.arange(shape[0], dtype=torch.int64, device=device)[:, None]
-    later = torch.arange(1, shape[1], dtype=torch.int64, device=device)[None]
-    sees_before = mask_function(rows, 0, later, later - 1).expand(shape[0], -1)
-    sees_after = mask_function(rows, 0, later - 1, later)
-    begins = torch.cat([sees_before.new_ones(shape[0], 1), ~sees_before], 1).flatten()
-    numbers = torch.arange(begins.numel() + 1, dtype=torch.int32, device=device)
-    if torch.compiler.is_compiling():
-        starts = torch.where(begins, numbers[:-1], begins.numel()).sort().values
-        return torch.cat([starts, numbers[-1:]])
-    if bool(sees_after.any()):
-        raise ValueError(f"the model's mask lets a token see a later one: attn_implementation={NAME!r} takes none")
-    if int(begins.sum()) == shape[0]:
-        return None
-    return torch.cat([numbers[:-1][begins], numbers[-1:]])
 
 
 def attend(
@@ -108,7 +50,7 @@ def attend(
         ValueError: an option asks for what `flash_attention` does not have.
     """
     _refuse(options)
-    _check_packing(len(query), query.shape[2], attention_mask, tree, options)
+    _check_packing(len(query), key.shape[2], attention_mask, tree, options)
     given: dict[str, Any] = {
         "sm_scale": options.get("scaling"),
         "sliding_window": options.get("sliding_window"),
@@ -119,28 +61,70 @@ def attend(
     causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    sums = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    _check_layer(module, key.shape[2], causal, tree, options)
     if tree is not None:
         _check_positions(tree, options.get("position_ids"))
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
-    if sums[0] is None and attention_mask is not None and attention_mask.dim() == 1:
-        sums = attention_mask, attention_mask
-    if sums[0] is not None and sums[1] is not None:
+    sums = _sums(attention_mask, options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+    if sums is not None:
         flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
-        given |= {"cu_seqlens_q": sums[0].int(), "cu_seqlens_k": sums[1].int()}
+        given |= {"cu_seqlens_q": sums[0], "cu_seqlens_k": sums[1]}
         return _one(flash_attention(flat[0], flat[1], flat[2], causal, **given)).unflatten(0, q.shape[:2]), None
     if attention_mask is None:
         return _one(flash_attention(q, k, v, causal, **given)), None
     kept = attention_mask.bool()
-    lengths = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
-    given |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
-    found = _one(flash_attention(q[kept], k[kept], v[kept], causal, **given))
+    # without these, all may ask: the queries may be another text's, as in an encoder and its decoder
+    asked = kept if causal or given["sliding_window"] else kept.new_ones(q.shape[:2])
+    given |= {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
+    found = _one(flash_attention(q[asked], k[kept], v[kept], causal, **given))
     out = found.new_zeros(*q.shape[:3], v.shape[-1])
-    return out.index_put((kept,), found), None
+    return out.index_put((asked,), found), None
+
+
+def _lengths(kept: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of the tokens of each row that a mask keeps."""
+    return torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+
+
+def _sums(
+    mask: torch.Tensor | None, of_queries: torch.Tensor | None, of_keys: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """cu_seqlens of queries and of keys by what a mask and a model's keywords say; where both have some and others,
+    each boundary of either. One that comes twice is an empty sequence."""
+    of_mask = mask if mask is not None and mask.dim() == 1 else None
+    if of_queries is None or of_keys is None:
+        return None if of_mask is None else (of_mask, of_mask)
+    both = of_queries.int(), of_keys.int()
+    if of_mask is None or len(of_mask) == len(of_queries):
+        return both
+    joined = [torch.cat([of_mask, sums]).sort().values for sums in both]
+    return joined[0], joined[1]
+
+
+def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | None, options: dict[str, Any]) -> None:
+    """Raises where a layer's arguments do not say what the masks of its model do."""
+    config = getattr(module, "config", None)
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    if window is not None and keys > window and "sliding_window" not in options:
+        raise ValueError(
+            f"{type(module).__name__} does not pass on its model's sliding_window={window} and has {keys} keys: "
+            f"attn_implementation={NAME!r} would compute no window; use another one"
+        )
+    given = options.get("sliding_window")
+    if window is not None and given is not None and not causal and given != window + 1:
+        raise ValueError(
+            f"sliding_window={given}: expected {window + 1}, the token itself and the {window} to each side that the "
+            f"model's own masks let it see; attn_implementation={NAME!r} would compute fewer"
+        )
+    if tree is not None and chunk is not None and keys > chunk:
+        raise ValueError(
+            f"tree is given and the model attends in chunks of {chunk} tokens: expected at most so many tokens, and "
+            f"the tree has {keys}"
+        )
 
 
 def _check_packing(
-    rows: int, tokens: int, mask: torch.Tensor | None, tree: PrefixTree | None, options: dict[str, Any]
+    rows: int, keys: int, mask: torch.Tensor | None, tree: PrefixTree | None, options: dict[str, Any]
 ) -> None:
     """Raises unless at most one thing says which tokens belong together, and it fits the batch."""
     given = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if options.get(name) is not None]
@@ -165,8 +149,8 @@ def _check_packing(
             f"attention_mask has shape {shape}: attn_implementation={NAME!r} takes one of (batch, tokens), packed "
             "sequences or a tree"
         )
-    if shape != (rows, tokens):
-        raise ValueError(f"attention_mask has shape {shape}: expected {(rows, tokens)}, one for each token of q")
+    if shape != (rows, keys):
+        raise ValueError(f"attention_mask has shape {shape}: expected {(rows, keys)}, one for each key")
 
 
 def _check_positions(tree: PrefixTree, position_ids: torch.Tensor | None) -> None:

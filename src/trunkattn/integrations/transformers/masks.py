@@ -1,0 +1,122 @@
+"""transformers' mask interface, for `attention.attend`.
+
+transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal;
+`cu_seqlens`, one dimension, of sequences that are packed or of chunks; and the 2-dimensional mask of padding.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+NAME: Final = "trunkattn"
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """transformers' mask interface; see the module for what it returns.
+
+    Raises:
+        ValueError: the mask is one that no packed sequence, window or padding makes.
+    """
+    if options.get("use_vmap", False):
+        raise ValueError(
+            f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"
+        )
+    both_ways = options.get("allow_is_bidirectional_skip", False)
+    if not both_ways:
+        _check_last(options.get("q_offset"), q_length, kv_offset + kv_length)
+    kept = _kept(attention_mask, kv_offset, kv_length)
+    local = local_size is not None and local_size < kv_offset + kv_length
+    if kept is not None and q_length != kv_length and (local or not both_ways):
+        raise ValueError(
+            f"attention_mask has padding, and {q_length} queries meet {kv_length} keys: "
+            f"attn_implementation={NAME!r} takes padding in training only; generate with another one"
+        )
+    if kept is not None and local:
+        _check_holes(kept)
+    plain = both_ways or (options.get("allow_is_causal_skip", True) and not local)
+    if plain or mask_function is None:
+        return kept
+    whole = "there is padding" if kept is not None else "" if q_length == kv_length else "keys are cached"
+    sums = _boundaries(mask_function, (batch_size, kv_offset, kv_length), options.get("device", "cpu"), whole)
+    return kept if sums is None else sums
+
+
+def require(holds: torch.Tensor, message: str) -> None:
+    """Raises ValueError unless a tensor of one bool is true; torch.compile keeps it as an assertion of the graph."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise ValueError(message)
+
+
+def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: int) -> None:
+    """Raises unless the last query is the last key's, which `flash_attention` takes for granted."""
+    if isinstance(q_offset, torch.Tensor) or (q_offset is not None and q_offset + q_length != keys_end):
+        raise ValueError(
+            f"the cache has room for keys behind the last query: attn_implementation={NAME!r} takes caches that grow; "
+            "use a DynamicCache, or generate with another attention"
+        )
+
+
+def _kept(attention_mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> torch.Tensor | None:
+    """The part of a mask of padding that belongs to the keys, None if it hides none. Under torch.compile, which cannot
+    look at it, it may hide none."""
+    if attention_mask is None:
+        return None
+    kept = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return None if not torch.compiler.is_compiling() and bool(kept.all()) else kept
+
+
+def _check_holes(kept: torch.Tensor) -> None:
+    """Raises unless padding is at the ends of each row: within one, a window would count the tokens that are left."""
+    kept = kept.bool()
+    begins = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
+    require(
+        (begins <= 1).all(),
+        "attention_mask hides tokens between others, and the model has a window or chunks: "
+        f"attn_implementation={NAME!r} takes padding at the ends of a row only",
+    )
+
+
+def _boundaries(
+    mask_function: Callable[..., Any], keys: tuple[int, int, int], device: torch.device | str, whole: str
+) -> torch.Tensor | None:
+    """cu_seqlens [num_sequences + 1] of all rows: a sequence begins where a token does not see the one before. None if
+    each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow.
+
+    keys: the rows, the place of the first key in a row, and the number of keys in one. whole: why each row has to be
+    one sequence, if it has to."""
+    count, first, length = keys
+    rows = torch.arange(count, dtype=torch.int64, device=device)[:, None]
+    later = torch.arange(first + 1, first + length, dtype=torch.int64, device=device)[None]
+    sees_before = mask_function(rows, 0, later, later - 1).expand(count, -1)
+    sees_after = mask_function(rows, 0, later - 1, later)
+    require(
+        ~sees_after.any(), f"the model's mask lets a token see a later one: attn_implementation={NAME!r} takes none"
+    )
+    if whole:
+        require(
+            sees_before.all(),
+            f"the model attends in chunks, and {whole}: attn_implementation={NAME!r} takes chunks of whole rows and of "
+            "packed sequences only",
+        )
+        return None
+    begins = torch.cat([sees_before.new_ones(count, 1), ~sees_before], 1).flatten()
+    numbers = torch.arange(begins.numel() + 1, dtype=torch.int32, device=device)
+    if torch.compiler.is_compiling():
+        starts = torch.where(begins, numbers[:-1], begins.numel()).sort().values
+        return torch.cat([starts, numbers[-1:]])
+    if int(begins.sum()) == count:
+        return None
+    return torch.cat([numbers[:-1][begins], numbers[-1:]])
