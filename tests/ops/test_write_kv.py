@@ -111,6 +111,8 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache is on meta"),
         ({"k_cache": K_CACHE[0]}, ValueError, r"k_cache has shape \(4, 2, 8\)"),
         ({"k_cache": K_CACHE[:1].expand(6, 4, 2, 8)}, ValueError, r"k_cache has strides \(0, .*no two elements in one"),
+        ({"v": V.clone().requires_grad_()}, ValueError, r"v requires grad: .*use torch\.no_grad"),
+        ({"k_cache": K_CACHE.clone().requires_grad_()}, ValueError, "k_cache requires grad: expected no gradient"),
         ({"k": K.to_sparse()}, ValueError, r"k has layout torch\.sparse_coo: expected a dense tensor"),
         ({"v": V.to(torch.complex64)}, TypeError, r"v has dtype torch\.complex64: expected real numbers"),
         ({"k_cache": K_CACHE.int()}, TypeError, r"k_cache has dtype torch\.int32: expected one of torch\.float32"),
@@ -133,6 +135,13 @@ def test_bad_input_is_named_and_nothing_is_written(
     # and nothing was written
     assert torch.equal(K_CACHE, torch.ones_like(K_CACHE))
     assert torch.equal(V_CACHE, torch.ones_like(V_CACHE))
+
+
+def test_a_model_with_gradients_may_write_without_recording_them() -> None:
+    k_cache, v_cache = empty_caches("plain", torch.float32)
+    with torch.no_grad():
+        write_kv(K.clone().requires_grad_(), V, k_cache, v_cache, SLOTS)
+    assert torch.equal(k_cache[0, 0], K[0])
 
 
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)

@@ -27,8 +27,8 @@ def write_kv(
         slot_mapping: [num_tokens] int64.
 
     Raises:
-        ValueError: a shape, stride or device does not fit or, on a CPU, a slot lies outside the cache. Nothing is
-            written then.
+        ValueError: a shape, stride or device does not fit, a tensor requires a gradient where torch records them or, on
+            a CPU, a slot lies outside the cache. Nothing is written then.
         TypeError: an argument is not a tensor, or has a dtype that is not accepted.
 
     Example:
@@ -140,6 +140,10 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad: expected no gradient, for none passes through a cache; use torch.no_grad()"
+            )
         check_plain(name, tensor)
     for new in (first, second):
         _check(new, len(slot_mapping))
