@@ -62,6 +62,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "documents": [],
         "web_search_options": {},
         "guided_json": "",
+        "echo": False,
+        "add_special_tokens": False,
+        "response_format": {"type": "text", "json_schema": None},
+    },
+    "a choice of the form's program": {
+        "structured_outputs": {"regex": "a", "disable_fallback": True, "disable_any_whitespace": False}
     },
     "an unknown name": {"provider": {"order": ["x"]}},
 }
@@ -89,10 +95,41 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"max_new_tokens": 5}, "expected max_tokens instead"),
         ({"guided_json": {"type": "object"}}, "expected structured_outputs instead"),
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
+        ({"max_output_tokens": 5}, "expected max_tokens instead"),
+        ({"json_schema": {"type": "array"}}, "expected structured_outputs instead"),
+        ({"echo": True}, "this server sends the answer alone"),
+        ({"add_special_tokens": True}, "the model's template writes them"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            "json_schema.schema, instead",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            "response_format.type='json_object': expected 'json_schema' where a json_schema is given",
+        ),
+        ({"structured_outputs": {"regex": "a b", "whitespace_pattern": " *"}}, "one way to write a form"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "one way to write a form"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "expected additionalProperties in the schema instead",
+        ),
     ],
 )
 def test_a_name_that_would_be_missed_is_refused(server: Server, extra: dict[str, Any], message: str) -> None:
     response = server.post(CHAT, {"messages": [USER]} | extra)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, "expected structured_outputs instead"),
+        ({"max_completion_tokens": 5}, "expected max_tokens instead"),
+        ({"top_logprobs": 2}, "expected logprobs, a number, instead"),
+    ],
+)
+def test_a_name_of_the_other_endpoint_is_refused(server: Server, extra: dict[str, Any], message: str) -> None:
+    response = server.post(COMPLETE, {"prompt": "x"} | extra)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 

@@ -195,7 +195,12 @@ def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
 def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
     """The constraint of `response_format`."""
     wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return None
+    if wanted.json_schema is not None and wanted.type != "json_schema":
+        message = f"response_format.type={wanted.type!r}: expected 'json_schema' where a json_schema is given"
+        raise BadRequest(message, "response_format.type")
+    if wanted.type == "text":
         return None
     if body.structured_outputs is not None:
         raise BadRequest("response_format is given with structured_outputs: expected one of them", "response_format")

@@ -203,13 +203,26 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """What the answer must be: text, any JSON object, or JSON of a schema."""
 
+    refused = MappingProxyType({"schema": "expected the type 'json_schema', with json_schema.schema, instead"})
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+_ONE_FORM: Final = "this server has one way to write a form; leave it out"
 
 
 class StructuredOutputs(Body):
     """vLLM's constraints on an answer; exactly one of them."""
 
+    without_effect = frozenset({"disable_fallback"})
+    refused = MappingProxyType(
+        {
+            "disable_any_whitespace": _ONE_FORM,
+            "disable_additional_properties": "expected additionalProperties in the schema instead",
+            "whitespace_pattern": _ONE_FORM,
+            "structural_tag": "expected json, regex, choice, grammar or json_object instead",
+        }
+    )
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: Regex | None = None
     choice: Choices | None = None
@@ -232,7 +245,15 @@ class Sampling(Body):
             "guided_regex": "expected structured_outputs instead",
             "guided_choice": "expected structured_outputs instead",
             "guided_grammar": "expected structured_outputs instead",
+            "guided_json_object": "expected structured_outputs instead",
+            "json_schema": "expected structured_outputs instead",
+            "regex": "expected structured_outputs instead",
+            "grammar": "expected structured_outputs instead",
+            "ebnf": "expected structured_outputs instead",
+            "structural_tag": "expected structured_outputs instead",
             "max_new_tokens": "expected max_tokens instead",
+            "max_output_tokens": "expected max_tokens instead",
+            "n_predict": "expected max_tokens instead",
             "use_beam_search": "this server has no beam search; leave it out",
             "logits_processors": "this server runs no code of a request; leave it out",
             "prompt_logprobs": "expected echo and logprobs of /v1/completions instead",
@@ -272,7 +293,15 @@ class CompletionRequest(Sampling):
     """Body of /v1/completions. best_of: as many as `n`, because no answer is thrown away here."""
 
     most_values = LIMITS.values
-    refused = MappingProxyType({**Sampling.refused, "suffix": "this server cannot fill in; leave it out"})
+    refused = MappingProxyType(
+        {
+            **Sampling.refused,
+            "suffix": "this server cannot fill in; leave it out",
+            "response_format": "expected structured_outputs instead",
+            "max_completion_tokens": "expected max_tokens instead",
+            "top_logprobs": "expected logprobs, a number, instead",
+        }
+    )
     prompt: Prompt
     echo: bool = False
     logprobs: Annotated[int, Field(le=LIMITS.logprobs)] | None = None
@@ -382,6 +411,8 @@ class ChatCompletionRequest(Sampling):
             "web_search_options": "this server asks no other host; leave it out",
             "chat_template": "this server runs the model's own template alone; leave it out",
             "documents": "expected the documents in messages instead",
+            "echo": "this server sends the answer alone; leave it out",
+            "add_special_tokens": "the model's template writes them; leave it out",
         }
     )
     messages: Messages
