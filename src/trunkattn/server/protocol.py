@@ -208,6 +208,11 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+# Forms of answers as vLLM had them once, and as llama.cpp and SGLang have them
+_OTHER_FORMS: Final = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
+    *("json_schema", "regex", "grammar", "ebnf", "structural_tag"),
+)
 _ONE_FORM: Final = "this server has one way to write a form; leave it out"
 
 
@@ -241,19 +246,8 @@ class Sampling(Body):
     )
     refused = MappingProxyType(
         {
-            "guided_json": "expected structured_outputs instead",
-            "guided_regex": "expected structured_outputs instead",
-            "guided_choice": "expected structured_outputs instead",
-            "guided_grammar": "expected structured_outputs instead",
-            "guided_json_object": "expected structured_outputs instead",
-            "json_schema": "expected structured_outputs instead",
-            "regex": "expected structured_outputs instead",
-            "grammar": "expected structured_outputs instead",
-            "ebnf": "expected structured_outputs instead",
-            "structural_tag": "expected structured_outputs instead",
-            "max_new_tokens": "expected max_tokens instead",
-            "max_output_tokens": "expected max_tokens instead",
-            "n_predict": "expected max_tokens instead",
+            **dict.fromkeys(_OTHER_FORMS, "expected structured_outputs instead"),
+            **dict.fromkeys(("max_new_tokens", "max_output_tokens", "n_predict"), "expected max_tokens instead"),
             "use_beam_search": "this server has no beam search; leave it out",
             "logits_processors": "this server runs no code of a request; leave it out",
             "prompt_logprobs": "expected echo and logprobs of /v1/completions instead",
