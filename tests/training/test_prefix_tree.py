@@ -243,6 +243,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         "weights[0] has dtype torch.complex64: expected a",
         lambda: segments(-1).pack([torch.ones(2).to(torch.complex64)]),
     ),
+    (
+        "weights[0] requires grad: expected no gradient, for packing records none",
+        lambda: segments(-1).pack([torch.ones(2, requires_grad=True)]),
+    ),
     ("weights is a float: expected a list of tensors", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
     ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
     ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),

@@ -48,6 +48,13 @@ def test_batched_gradients_and_vmap(kind: str) -> None:
         assert torch.equal(mapped[index], ATTENTION(many[0][index], many[1][index], many[2][0], **KINDS[kind]))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_nothing_is_empty(kind: str) -> None:
+    q, k, v = (tensor.detach() for tensor in leaves(kind))
+    found = torch.vmap(lambda q, k: ATTENTION(q, k, v, **KINDS[kind]), in_dims=(1, None))(q[:, None][:, :0], k)
+    assert found.shape == (0, *q.shape)
+
+
 def test_nested_tensors_are_packed_sequences() -> None:
     parts = [[torch.randn(tokens, heads, 8) for tokens in (4, 6)] for heads in (4, 2, 2)]
     nested = [torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True) for each in parts[:2]]

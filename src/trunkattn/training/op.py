@@ -144,16 +144,24 @@ def _backward_fake(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -
     return dq, dk, dv, lse.new_empty(0 if sinks is None else sinks.shape[0])
 
 
+def _one_of_zeros(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor like one of size 0 in a dimension, and of size 1 there."""
+    return tensor.new_zeros([size if other != dim else 1 for other, size in enumerate(tensor.shape)])
+
+
 def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule of an op under vmap: it computes each element by itself and stacks the results."""
+    """The rule of an op under vmap: it computes each element by itself and stacks the results. Of no elements, one of
+    zeros tells the shapes."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         pairs = list(zip(arguments, in_dims, strict=True))
+        if info.batch_size == 0:
+            pairs = [(_one_of_zeros(given, dim) if isinstance(dim, int) else given, dim) for given, dim in pairs]
         results = [
             op(*(given.select(dim, index) if isinstance(dim, int) else given for given, dim in pairs))
-            for index in range(info.batch_size)
+            for index in range(max(info.batch_size, 1))
         ]
-        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule

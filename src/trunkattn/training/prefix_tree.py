@@ -248,7 +248,8 @@ class PrefixTree:
             weights: for each sequence the weight [length] of each token's loss; None for 1.
 
         Raises:
-            ValueError, TypeError: the weights are no tensors of real numbers, one for each token of each sequence.
+            ValueError, TypeError: the weights are no tensors of real numbers, one for each token of each sequence, or
+                require a gradient.
         """
         indices = self.sequence_indices()
         if weights is None:
@@ -313,13 +314,18 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
 
 
 def _check_values(name: str, value: Any) -> None:
-    """Raises unless it is a dense tensor of real numbers that has them."""
+    """Raises unless it is a dense tensor of real numbers that has them, and that no gradient is asked of."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
         raise TypeError(f"{name} {found}: expected a torch.Tensor of real numbers")
     check_dense(name, value)
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad: expected no gradient, for packing records none; use {name}.detach(), or weigh the "
+            "losses that unpack returns"
+        )
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
