@@ -403,7 +403,7 @@ def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
 
 
 def _arguments(name: str, text: str) -> Any:
-    """See `read_arguments`; here they have as many levels as any JSON of a request."""
+    """The arguments of a call as `read_arguments` reads them, of as many levels as any JSON of a request."""
     found = read_arguments(name, text)
     if depth_of(found, LIMITS.depth) > LIMITS.depth:
         raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)

@@ -256,6 +256,7 @@ def both(name: str, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
 
 
 STATIC = "the cache has room for keys behind the last query"
+CHUNKS_AND_PACKED = [0, 5, 10], [0, 4, 10], [0, 4, 5, 10]
 IN_CHUNKS = "the model attends in chunks, and "
 ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("attention_mask hides tokens between others", "Mistral", WINDOW, {"attention_mask": HOLES}),
@@ -339,6 +340,14 @@ def test_packed_sequences_of_a_model_with_chunks() -> None:
     lengths = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": 8, "max_length_k": 8}
     theirs, ours = both("Llama4Text", CHUNKS)
     torch.testing.assert_close(ours(**batch, **lengths).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_and_packed_sequences_of_the_same_number_both_hold() -> None:
+    q, k, v = torch.randn(3, 1, 2, 10, 16).unbind(0)
+    chunks, packed, both_of_them = (torch.tensor(sums, dtype=torch.int32) for sums in CHUNKS_AND_PACKED)
+    found, _ = attend(nn.Module(), q, k, v, chunks, cu_seq_lens_q=packed, cu_seq_lens_k=packed)
+    expected, _ = attend(nn.Module(), q, k, v, both_of_them)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kept", [ENDS, HOLES])
