@@ -89,8 +89,8 @@ def _lengths(kept: torch.Tensor) -> torch.Tensor:
 def _sums(
     mask: torch.Tensor | None, of_queries: torch.Tensor | None, of_keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """cu_seqlens of queries and of keys by what a mask and a model's keywords say. Where both do, each boundary of either
-    holds; one that both have is an empty sequence."""
+    """cu_seqlens of queries and of keys by what a mask and a model's keywords say. Where both do, each boundary of
+    either holds, and one that both have is an empty sequence."""
     of_mask = mask if mask is not None and mask.dim() == 1 else None
     if of_queries is None or of_keys is None:
         return None if of_mask is None else (of_mask, of_mask)
