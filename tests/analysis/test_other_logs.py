@@ -6,6 +6,7 @@ import json
 import random
 from datetime import date
 from decimal import Decimal
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,16 @@ CALL = {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": 64, "gen_a
 ASKED = {"role": "user", "content": "When does the ferry leave?"}
 
 
-def read(tmp_path: Path, *rows: object, name: str = "log.jsonl", **options: Any) -> list[LoggedRequest]:
-    """The requests of a log with these lines."""
+def write(tmp_path: Path, *rows: object, name: str = "log.jsonl") -> Path:
+    """A log with these lines."""
     path = tmp_path / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return read_log(path, **options).requests
+    return path
+
+
+def read(tmp_path: Path, *rows: object, name: str = "log.jsonl", **options: Any) -> list[LoggedRequest]:
+    """The requests of a log with these lines."""
+    return read_log(write(tmp_path, *rows, name=name), **options).requests
 
 
 def span(start: int, **attributes: Any) -> dict[str, Any]:
@@ -251,6 +257,24 @@ def test_a_chat_without_a_parent_may_say_null(tmp_path: Path) -> None:
     lost = row | {"chat_id": 6, "parent_chat_id": 5, "turn": 3, "timestamp": 2}
     found = read(tmp_path, row | {"parent_chat_id": None, "turn": None}, later, lost, lost | {"chat_id": 7})
     assert [(request.session, request.turn) for request in found] == [("3", 0), ("3", 1), ("5", 2), ("5", 2)]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_turns_of_a_chat_may_stand_before_those_that_they_follow(tmp_path: Path, order: tuple[int, ...]) -> None:
+    row = {"timestamp": 1, "input_length": 16, "output_length": 3, "hash_ids": [1]}
+    chats = [(11, -1, 1), (12, 11, 2), (13, 12, 3), (21, -1, 1)]
+    rows = [row | {"chat_id": chat, "parent_chat_id": parent, "turn": turn} for chat, parent, turn in chats]
+    log = read_log(write(tmp_path, *(rows[place] for place in order)), strict=True)
+    sessions = {chat: (session, turn - 1) for (chat, _, turn), session in zip(chats, ["11"] * 3 + ["21"], strict=True)}
+    assert [(each.line, each.session, each.turn) for each in log.requests] == [
+        (number, *sessions[chats[place][0]]) for number, place in enumerate(order, start=1)
+    ]
+
+
+def test_chats_whose_turns_follow_each_other_in_a_circle_are_read(tmp_path: Path) -> None:
+    row = {"timestamp": 1, "input_length": 16, "output_length": 3, "hash_ids": [1]}
+    rows = [row | {"chat_id": chat, "parent_chat_id": parent} for chat, parent in ((1, 2), (2, 3), (3, 1), (4, 4))]
+    assert len(read(tmp_path, *rows)) == 4
 
 
 @pytest.mark.parametrize("packed", ["gzip", "zstandard"])

@@ -306,15 +306,15 @@ class _Collected:
         return "block hashes" if any(len(ids) for ids in self.contents) else "the log's own counts"
 
     def _order(self) -> list[int]:
-        """The places of the requests that stay, in order of arrival. Where some have times, those without are left
-        out: they could be anywhere."""
+        """The places of the requests that stay, in order of arrival, and those of one moment as they stand in the log.
+        Where some have times, those without are left out: they could be anywhere."""
         timed = [place for place, arrival in enumerate(self.arrivals) if arrival is not None]
         if not timed:
             return list(range(len(self.requests)))
         for place, request in enumerate(self.requests):
             if self.arrivals[place] is None:
                 self.tally.skip(SkippedLine(request.line, "it has no time, and other requests of the log have one"))
-        return sorted(timed, key=lambda place: self.arrivals[place] or 0.0)
+        return sorted(timed, key=lambda place: (self.arrivals[place] or 0.0, self.requests[place].key))
 
     def _finished(self, order: Sequence[int]) -> list[LoggedRequest]:
         """The requests in order, with times since the first of them and turns."""

@@ -10,7 +10,6 @@ from trunkattn.analysis.formats.base import (
     Hashes,
     Line,
     check_blocks,
-    each,
     first,
     hash_ids,
     integer,
@@ -30,12 +29,29 @@ def recognises(fields: Fields) -> bool:
 
 
 def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
-    """Requests of a trace. Each turn of a chat has a chat_id of its own; the root's names the session."""
-    roots: dict[int, int] = {}
-    return each(lambda line: [_entry(line, roots)])(lines)
+    """Requests of a trace. Each turn of a chat has a chat_id of its own; the root's names the session. A turn of which
+    no line so far tells the root comes last, when all lines have told what they know."""
+    parents: dict[int, int] = {}
+    waiting: list[tuple[int, Entry]] = []
+    for line in lines:
+        try:
+            chat, entry = _entry(line, parents)
+        except ValueError as error:
+            yield SkippedLine(line.number, str(error))
+            continue
+        root = _root(chat, parents)
+        entry.session = str(root)
+        if parents.get(root) == NO_PARENT:
+            yield entry
+        else:
+            waiting.append((chat, entry))
+    for chat, entry in waiting:
+        entry.session = str(_root(chat, parents))
+        yield entry
 
 
-def _entry(line: Line, roots: dict[int, int]) -> Entry:
+def _entry(line: Line, parents: dict[int, int]) -> tuple[int, Entry]:
+    """The chat_id and the request of a line. parents: of each chat_id, to which it adds its own."""
     fields = line.fields
     require(fields, "chat_id", "timestamp", "input_length", "output_length", "hash_ids")
     arrival = seconds("timestamp", fields["timestamp"])
@@ -45,18 +61,21 @@ def _entry(line: Line, roots: dict[int, int]) -> Entry:
     check_blocks(prompt, ("hash_ids", "input_length"))
     chat = integer("chat_id", fields["chat_id"], 0, MOST_ID)
     parent = first(fields, "parent_chat_id")
-    parent = NO_PARENT if parent is None else integer("parent_chat_id", parent, NO_PARENT, MOST_ID)
-    roots[chat] = root = chat if parent == NO_PARENT else roots.get(parent, parent)
+    parents[chat] = NO_PARENT if parent is None else integer("parent_chat_id", parent, NO_PARENT, MOST_ID)
     turn = optional_integer(fields, "turn")
-    return Entry(
-        line.number,
-        prompt,
-        arrival,
-        num_tokens,
-        num_output_tokens,
-        session=str(root),
-        turn=None if turn is None else max(0, turn - 1),  # the trace counts from 1
-    )
+    turn = None if turn is None else max(0, turn - 1)  # the trace counts from 1
+    return chat, Entry(line.number, prompt, arrival, num_tokens, num_output_tokens, turn=turn)
+
+
+def _root(chat: int, parents: dict[int, int]) -> int:
+    """The first turn of a chat, or, where the trace does not tell it, the first one that it names. The turns on the way
+    have it as their parent from then on, so that a long chat takes no longer for each turn."""
+    on_the_way: set[int] = set()
+    while (parent := parents.get(chat, NO_PARENT)) != NO_PARENT and chat not in on_the_way:
+        on_the_way.add(chat)
+        chat = parent
+    parents.update(dict.fromkeys(on_the_way - {chat}, chat))
+    return chat
 
 
 FORMAT = Format("bailian", "Bailian usage trace", recognises, parse)
