@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.figures import plural
 from trunkattn.analysis.files import contents_of, files_of
-from trunkattn.analysis.formats.base import Entry, Fields, Format, Hashes, Line, TokenIds
+from trunkattn.analysis.formats.base import Entry, Fields, Format, Hashes, Line, Repeated, TokenIds, Told
 from trunkattn.analysis.formats.table import FORMATS, format_named, format_of
 from trunkattn.analysis.records import Encoded, Log, LoggedRequest, SkippedLine
 from trunkattn.analysis.settings import Progress
@@ -137,6 +137,7 @@ class _Tally:
     num_lines: int = 0
     num_skipped: int = 0
     skipped: list[SkippedLine] = field(default_factory=list)
+    repeated: list[Repeated] = field(default_factory=list)
 
     def skip(self, line: SkippedLine) -> None:
         """Counts a line that is left out."""
@@ -175,7 +176,7 @@ class _Tally:
         if isinstance(line, SkippedLine):
             self.skip(line)
 
-    def entries(self, entries: Iterable[Entry | SkippedLine]) -> Iterator[Entry]:
+    def entries(self, entries: Iterable[Told]) -> Iterator[Entry]:
         """The entries of lines that are right. What a format tells of other lines at the end is not asked for behind a
         fault, because it does not know all of them."""
         for entry in entries:
@@ -183,6 +184,8 @@ class _Tally:
                 return
             if isinstance(entry, Entry):
                 yield entry
+            elif isinstance(entry, Repeated):
+                self.repeated.append(entry)
             else:
                 self.skip(entry)
 
@@ -209,6 +212,7 @@ class _Collected:
     turns: list[int | None] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
     contents: list[NDArray[np.int64]] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)  # of calls that have a number
     parts: dict[int, int] = field(default_factory=dict)  # requests of a line so far, less one
     tokens_told: int = 0
     tokens_found: int = 0
@@ -258,6 +262,8 @@ class _Collected:
         if encoded.text is not None:
             self.texts.fill(len(self.requests))
             self.texts.append(encoded.text)
+        if entry.call is not None:
+            self.places[entry.call] = len(self.requests)
         part = self.parts[entry.line] = self.parts.get(entry.line, -1) + 1
         self.requests.append(
             LoggedRequest(
@@ -279,7 +285,8 @@ class _Collected:
         if self.texts:
             self.texts.fill(len(self.requests))
         has_contents = len(self.contents) == len(self.requests) and depend_on_contents_alone(self.contents)
-        order = self._order()
+        repeated = self._repeated()
+        order = self._order(repeated)
         late = self._late(order)
         return Log(
             source=self.tally.source,
@@ -291,7 +298,7 @@ class _Collected:
             num_skipped=self.tally.num_skipped,
             skipped=sorted(self.tally.skipped, key=lambda skipped: skipped.line),
             tokens_from=self._tokens_from(),
-            assumptions=self._assumptions(has_contents, late),
+            assumptions=self._assumptions(has_contents, late, len(repeated)),
             texts=self.texts.taken(order) if self.texts else None,
             encode=self.encoder.encode if self.texts else None,
             contents=[self.contents[place] for place in order] if has_contents else None,
@@ -305,15 +312,32 @@ class _Collected:
             return "token ids"
         return "block hashes" if any(len(ids) for ids in self.contents) else "the log's own counts"
 
-    def _order(self) -> list[int]:
+    def _repeated(self) -> set[int]:
+        """The places of calls that others tell, too, to which they hand what these do not know."""
+        found: set[int] = set()
+        for call, kept, is_same in self.tally.repeated:
+            place, other = self.places.get(call), self.places.get(kept)
+            if place is None or other is None:
+                continue
+            found.add(place)
+            if is_same:
+                mine, its = self.requests[place], self.requests[other]
+                known = mine.num_output_tokens if its.num_output_tokens is None else its.num_output_tokens
+                session, model = its.session or mine.session, its.model or mine.model
+                self.requests[other] = replace(its, num_output_tokens=known, session=session, model=model)
+        return found
+
+    def _order(self, repeated: set[int]) -> list[int]:
         """The places of the requests that stay, in order of arrival, and those of one moment as they stand in the log.
         Where some have times, those without are left out: they could be anywhere."""
-        timed = [place for place, arrival in enumerate(self.arrivals) if arrival is not None]
+        places = [place for place in range(len(self.requests)) if place not in repeated]
+        timed = [place for place in places if self.arrivals[place] is not None]
         if not timed:
-            return list(range(len(self.requests)))
-        for place, request in enumerate(self.requests):
+            return places
+        for place in places:
             if self.arrivals[place] is None:
-                self.tally.skip(SkippedLine(request.line, "it has no time, and other requests of the log have one"))
+                line = self.requests[place].line
+                self.tally.skip(SkippedLine(line, "it has no time, and other requests of the log have one"))
         return sorted(timed, key=lambda place: (self.arrivals[place] or 0.0, self.requests[place].key))
 
     def _finished(self, order: Sequence[int]) -> list[LoggedRequest]:
@@ -342,8 +366,14 @@ class _Collected:
             self.tally.find(SkippedLine(line, f"{back}; expected times that do not run backwards"))
         return [self.requests[by_line[place]].line for place in late]
 
-    def _assumptions(self, has_contents: bool, late: Sequence[int]) -> list[str]:
+    def _assumptions(self, has_contents: bool, late: Sequence[int], num_repeated: int) -> list[str]:
         found = []
+        if num_repeated:
+            are = "is" if num_repeated == 1 else "are"
+            found.append(
+                f"Each call counts once, so {plural(num_repeated, 'span')} around others that tell of it, or of the "
+                f"same id as another, {are} left out."
+            )
         if late:
             found.append(
                 f"{plural(len(late), 'request')} out of order, the first in {self.tally.unit} {late[0]:,}: all are "

@@ -68,6 +68,7 @@ class Entry:
         answer: text of one answer, which is counted where `num_output_tokens` is None.
         num_answers, session, model: as in `LoggedRequest`.
         turn: number in the session; None: the reader counts.
+        call: its number among what the log tells, of which a `Repeated` may speak; None: none does.
     """
 
     line: int
@@ -80,6 +81,16 @@ class Entry:
     session: str | None = None
     turn: int | None = None
     model: str | None = None
+    call: int | None = None
+
+
+class Repeated(NamedTuple):
+    """A call that is no request of its own, by `Entry.call`. kept: the call that stays for it. is_same: whether it is
+    the same call; else it holds several, of which `kept` is one."""
+
+    call: int
+    kept: int
+    is_same: bool = True
 
 
 class Line(NamedTuple):
@@ -89,7 +100,8 @@ class Line(NamedTuple):
     fields: Fields
 
 
-Parse: TypeAlias = Callable[[Iterable[Line]], Iterator[Entry | SkippedLine]]
+Told: TypeAlias = Entry | SkippedLine | Repeated
+Parse: TypeAlias = Callable[[Iterable[Line]], Iterator[Told]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class Format:
         name: what `format=` takes.
         title: for people.
         recognises: whether an object is a line of it.
-        parse: lines to entries; a line that is wrong becomes a `SkippedLine`.
+        parse: lines to entries; a line that is wrong becomes a `SkippedLine`, and a call that is told twice is told
+            of by a `Repeated` behind both.
     """
 
     name: str
@@ -121,7 +134,7 @@ def attempt(number: int, make: Callable[[], Entry], part: str = "") -> Entry | S
 def each(parse_line: Callable[[Line], Iterable[Entry | SkippedLine]]) -> Parse:
     """Makes a parser of lines, each by itself. `parse_line` raises ValueError where a line is wrong."""
 
-    def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
+    def parse(lines: Iterable[Line]) -> Iterator[Told]:
         for line in lines:
             try:
                 yield from parse_line(line)

@@ -1,6 +1,6 @@
 """Langfuse's observations, as its export writes them (snake_case) and as its interface returns them (camelCase)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
+    Told,
     answer_text,
     attempt,
     decoded,
@@ -20,9 +21,12 @@ from trunkattn.analysis.formats.base import (
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
+from trunkattn.analysis.formats.calls import Calls
 from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("start_time", "startTime")
+TRACES = ("trace_id", "traceId")
+PARENTS = ("parent_observation_id", "parentObservationId")
 USAGES = ("usage_details", "usageDetails", "usage")
 
 
@@ -34,14 +38,28 @@ def recognises(fields: Fields) -> bool:
     return "type" in fields and first(fields, *STARTS) is not None and ("trace_id" in fields or "traceId" in fields)
 
 
-def parse(line: Line) -> Iterator[Entry | SkippedLine]:
-    """The generations of a line: one, none for other observations and for calls that failed, or those of a page."""
+def parse(lines: Iterable[Line]) -> Iterator[Told]:
+    """The generations of all observations, without those that failed."""
+    calls = Calls()
+    yield from each(partial(_generations, calls))(lines)
+    yield from calls.repeated()
+
+
+def _generations(calls: Calls, line: Line) -> Iterator[Entry | SkippedLine]:
+    """The generations of a line: one, none for other observations, or those of a page."""
     page = line.fields.get("data")
     rows = page if isinstance(page, list) else [line.fields]
     for number, fields in enumerate(rows, start=1):
-        if isinstance(fields, Mapping) and fields.get("type") == "GENERATION" and not _failed(fields):
+        if not isinstance(fields, Mapping):
+            continue
+        entry = None
+        if fields.get("type") == "GENERATION" and not _failed(fields):
             part = f"observation {number}: " if rows is page else ""
-            yield attempt(line.number, partial(_entry, line.number, fields), part)
+            entry = attempt(line.number, partial(_entry, line.number, fields), part)
+        trace, parent = first(fields, *TRACES), first(fields, *PARENTS)
+        calls.add(trace, fields.get("id"), parent, entry)
+        if entry is not None:
+            yield entry
 
 
 def _failed(fields: Fields) -> bool:
@@ -95,4 +113,4 @@ def _prompt(value: Any, parameters: Any, num_tokens: int | None) -> Prompt:
     return length_alone("usage_details.input", num_tokens)
 
 
-FORMAT = Format("langfuse", "Langfuse observations", recognises, each(parse))
+FORMAT = Format("langfuse", "Langfuse observations", recognises, parse)

@@ -9,6 +9,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Hashes,
     Line,
+    Told,
     check_blocks,
     each,
     first,
@@ -18,7 +19,6 @@ from trunkattn.analysis.formats.base import (
     require,
     seconds,
 )
-from trunkattn.analysis.records import SkippedLine
 
 BLOCK_SIZE = 512
 ARRIVALS = ("timestamp", "created_time")  # milliseconds from the beginning of the trace
@@ -32,7 +32,7 @@ def recognises(fields: Fields) -> bool:
     return "hash_ids" in fields and first(fields, *INPUTS) is not None
 
 
-def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
+def parse(lines: Iterable[Line]) -> Iterator[Told]:
     """Requests of a trace. A turn that has a delay arrives that long after the turn before it."""
     latest: dict[str, float] = {}
     return each(lambda line: [_entry(line, latest)])(lines)

@@ -1,7 +1,7 @@
 """OpenTelemetry's spans of generative AI: OTLP as JSON, and spans with flat attributes; OpenInference's names too."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
+    Told,
     answer_text,
     attempt,
     decoded,
@@ -21,9 +22,13 @@ from trunkattn.analysis.formats.base import (
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import chat_of, length_alone, prompts_of
+from trunkattn.analysis.formats.calls import Calls
 from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime", "timestamp")
+TRACES = ("traceId", "trace_id", "context.trace_id")
+SPANS = ("spanId", "span_id", "context.span_id")
+PARENTS = ("parentSpanId", "parent_span_id", "parent_id")
 INPUT_MESSAGES = ("gen_ai.input.messages", "gen_ai.prompt", "input.value")
 OUTPUT_MESSAGES = ("gen_ai.output.messages", "gen_ai.completion", "output.value")
 INPUT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -50,14 +55,29 @@ def recognises(fields: Fields) -> bool:
     return any(name.startswith(MARKS) for name in _attributes(fields))
 
 
-def parse(line: Line) -> Iterator[Entry | SkippedLine]:
-    """The model's calls among the spans of a line, without those that failed."""
+def parse(lines: Iterable[Line]) -> Iterator[Told]:
+    """The model's calls among all spans, without those that failed."""
+    calls = Calls()
+    yield from each(partial(_calls, calls))(lines)
+    yield from calls.repeated()
+
+
+def _calls(calls: Calls, line: Line) -> Iterator[Entry | SkippedLine]:
+    """The model's calls among the spans of a line."""
     is_span = first(line.fields, "resourceSpans", "resource_spans") is None
     for number, span in enumerate(_spans(line.fields), start=1):
-        attributes = _attributes(span)
+        attributes, entry = _attributes(span), None
         if _is_call(attributes) and not _failed(span, attributes):
             part = "" if is_span else f"span {number}: "
-            yield attempt(line.number, partial(_entry, line.number, span, attributes), part)
+            entry = attempt(line.number, partial(_entry, line.number, span, attributes), part)
+        calls.add(_id(span, TRACES), _id(span, SPANS), _id(span, PARENTS), entry)
+        if entry is not None:
+            yield entry
+
+
+def _id(span: Fields, names: tuple[str, ...]) -> Any:
+    """An id of a span. Tables have a dot in the last of its names."""
+    return first(span, *names) or span.get(names[-1])
 
 
 def _failed(span: Fields, attributes: Fields) -> bool:
@@ -186,4 +206,4 @@ def _numbered(attributes: Fields) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
-FORMAT = Format("opentelemetry", "OpenTelemetry spans", recognises, each(parse))
+FORMAT = Format("opentelemetry", "OpenTelemetry spans", recognises, parse)
