@@ -57,6 +57,8 @@ def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
         ({"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}, {512: 16, None: 16}),
         ({"sliding_window": 512, "sliding_window_pattern": 4}, {512: 24, None: 8}),
         ({"sliding_window": 512, "model_type": "gemma2"}, {512: 16, None: 16}),
+        ({"sliding_window": 512, "model_type": "gemma3_text"}, {512: 27, None: 5}),
+        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 20}, {None: 20, 512: 12}),
     ],
 )
 def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[int | None, int]) -> None:
@@ -72,11 +74,47 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"quantization_config": {"quant_method": "odd"}}, "quantized by 'odd', whose size is not known"),
         ({"torch_dtype": "int3"}, "its dtype is none of bfloat16"),
         ({"index_topk": 2048}, "its layers attend to chosen tokens alone"),
+        ({"mamba_d_state": 128, "attn_layer_period": 8}, "its mamba_d_state tells of layers that are no attention"),
+        ({"linear_num_key_heads": 16, "full_attention_interval": 4}, "its linear_num_key_heads tells of layers"),
+        ({"hybrid_override_pattern": "M-M*"}, "its hybrid_override_pattern tells of layers"),
+        ({"attention_chunk_size": 8192}, "its layers attend within chunks"),
+        ({"is_encoder_decoder": True}, "it has an encoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "it has an encoder"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 8}, "a token chooses 8 of its 4 experts"),
+        ({"layer_types": ["full_attention"] * 31}, "gives a long value as layer_types: expected a list of 32 names"),
+        ({"layer_types": ["sliding_attention"] * 32}, "its sliding_window is not told"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 0}}, "quantized by 'awq', whose size is not known"),
     ],
 )
 def test_a_model_that_cannot_be_priced_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shape_of("a", {**LLAMA, **change})
+
+
+STRANGE: tuple[Any, ...] = ("128", -1, 1.5, True, [8], [[8]], {"a": 1}, "many", ["a"], [None], 0, None)
+FIELDS = (
+    *("text_config", "quantization_config", "layer_types", "architectures", "model_type", "mlp_only_layers"),
+    *("head_dim", "num_key_value_heads", "kv_lora_rank", "sliding_window", "sliding_window_pattern", "torch_dtype"),
+    *("num_local_experts", "moe_layer_freq", "first_k_dense_replace", "max_window_layers", "intermediate_size"),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_a_wrong_type_is_named_or_without_effect(field: str) -> None:
+    for value in STRANGE:
+        for experts in ({}, {"num_experts": 8, "num_experts_per_tok": 2}):
+            try:
+                shape = shape_of("a", {**LLAMA, **experts, field: value})
+            except ValueError as error:
+                assert str(error).startswith("model a") and "object has no" not in str(error)
+            else:
+                assert shape.head_dim >= 1 and shape.num_layers == LLAMA["num_hidden_layers"]
+
+
+def test_layers_with_experts_are_told_by_a_flag_each_or_from_one_on() -> None:
+    experts = {**LLAMA, "num_experts": 8, "moe_k": 2, "moe_intermediate_size": 512}
+    for change in ({"moe_layer_freq": [0, 0] + [1] * 30}, {"moe_layer_start_index": 2}):
+        assert len(shape_of("a", {**experts, **change}).experts) == 30
 
 
 @pytest.mark.parametrize(

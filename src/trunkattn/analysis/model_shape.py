@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from trunkattn.analysis.model_configs import CONFIGS
 
@@ -14,6 +14,9 @@ _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float3
 _MXFP4_BYTES: Final = 4.25 / 8  # of an expert's number, with its share of the scale
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 _SPARSE_ATTENTION: Final = ("index_topk",)  # fields of a config whose attention reads chosen tokens alone
+# How fields begin by which a config says that some of its layers are no attention over a KV cache.
+_OTHER_LAYERS: Final = ("mamba", "ssm_", "lru_", "linear_attn", "linear_num_", "hybrid_", "attn_type_list", "rwkv")
+_ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})  # each of so many layers sees all
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,21 @@ def model_shape(model: str) -> ModelShape:
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a configuration of transformers describes. Errors as of `model_shape`."""
-    config = {**config, **config.get("text_config", {})}
     reader = _Reader(name, config)
+    config = {**config, **reader.mapping("text_config")}
+    reader = _Reader(name, config)
+    reader.refuse_other_layers()
     hidden, num_layers = reader.number("hidden_size"), reader.number("num_hidden_layers")
     heads = reader.number("num_attention_heads")
-    latent = config.get("kv_lora_rank")
+    latent = reader.number("kv_lora_rank", default=0) or None
     vocab = reader.number("vocab_size")
-    reader.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend to chosen tokens alone")
     weight_bytes, expert_bytes = reader.bytes_per_weight()
     if latent:
         head_dim, kv_heads = latent + reader.number("qk_rope_head_dim"), 1
     else:
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = reader.number("head_dim", default=hidden // heads)
+        kv_heads = reader.number("num_key_value_heads", default=heads)
+    reader.refuse(not head_dim, "its heads have no elements")
     attention = reader.latent_numbers() if latent else hidden * head_dim * 2 * (heads + kv_heads)
     feed_forward = [reader.feed_forward(layer) for layer in range(num_layers)]
     dense = num_layers * attention + sum(numbers for numbers, _ in feed_forward) + vocab * hidden
@@ -161,11 +166,42 @@ class _Reader:
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is set."""
-        found = next((self.config[name] for name in names if self.config.get(name)), default)
+        name = next((name for name in names if self.config.get(name)), names[0])
+        found = self.config.get(name) or default
         if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
-            given = "none" if found is None else repr(found)
-            raise ValueError(f"model {self.name}: its config gives {given} as {names[0]}: expected an integer above 0")
+            self.complain(name, found, "an integer above 0")
         return found
+
+    def complain(self, name: str, found: Any, expected: str) -> NoReturn:
+        """Raises ValueError that names a field, what is in it, and what is expected."""
+        given = "none" if found is None else repr(found) if len(repr(found)) <= 60 else "a long value"
+        raise ValueError(f"model {self.name}: its config gives {given} as {name}: expected {expected}")
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An inner object; empty where there is none."""
+        found = self.config.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            self.complain(name, found, "an object")
+        return found or {}
+
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; empty where there is none."""
+        found = self.config.get(name)
+        if found is not None and not (isinstance(found, list) and all(isinstance(each, int) for each in found)):
+            self.complain(name, found, "a list of integers")
+        return found or []
+
+    def refuse_other_layers(self) -> None:
+        """Raises ValueError where layers are no attention of a decoder over a KV cache, or not over all of it."""
+        config = self.config
+        has_encoder = config.get("is_encoder_decoder") or "ForMaskedLM" in str(config.get("architectures"))
+        self.refuse(bool(has_encoder), "it has an encoder")
+        self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend to chosen tokens alone")
+        if config.get("layer_types") is None:  # else these say it
+            others = [name for name, value in config.items() if name.startswith(_OTHER_LAYERS) and value]
+            why = f"its {others[0]} tells of layers that are no attention over a KV cache" if others else ""
+            self.refuse(bool(others), why)
+            self.refuse(bool(config.get("attention_chunk_size")), "its layers attend within chunks")
 
     def latent_numbers(self) -> int:
         """Weights of an attention layer with a latent cache (DeepSeek-V2 §2.1)."""
@@ -179,29 +215,43 @@ class _Reader:
     def feed_forward(self, layer: int) -> tuple[int, Experts | None]:
         """Weights of a layer's feed-forward part that every token uses, and its routed experts."""
         hidden = self.number("hidden_size")
-        count = self.number("n_routed_experts", "num_local_experts", "num_experts", default=0)
-        is_dense = layer < self.number("first_k_dense_replace", default=0)
-        is_dense = is_dense or layer in (self.config.get("mlp_only_layers") or ())
-        is_dense = is_dense or (layer + 1) % self.number("decoder_sparse_step", "moe_layer_freq", default=1) != 0
-        if not count or is_dense:
+        count = self.number("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", default=0)
+        if not count or self.is_dense(layer):
             return 3 * hidden * self.number("intermediate_size"), None
         size = self.number("moe_intermediate_size", "intermediate_size")
         shared = self.number("shared_expert_intermediate_size", default=0)
         shared += self.number("n_shared_experts", default=0) * size
-        per_token = self.number("num_experts_per_tok", "num_experts_per_token")
+        per_token = self.number("num_experts_per_tok", "num_experts_per_token", "moe_k")
+        self.refuse(per_token > count, f"a token chooses {per_token} of its {count} experts")
         return 3 * hidden * shared + hidden * count, Experts(count, per_token, 3 * hidden * size)
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer of a model with routed experts has none."""
+        if layer < self.number("first_k_dense_replace", "moe_layer_start_index", default=0):
+            return True
+        if isinstance(self.config.get("moe_layer_freq"), list):  # a flag for each layer
+            return not any(self.integers("moe_layer_freq")[layer : layer + 1])
+        every = self.number("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval", default=1)
+        return layer in self.integers("mlp_only_layers") or (layer + 1) % every != 0
 
     def windows(self, num_layers: int) -> tuple[int | None, ...]:
         """Sliding window of each layer."""
-        window, types = self.config.get("sliding_window"), self.config.get("layer_types")
+        window: int | None = self.number("sliding_window", default=0) or None
         if self.config.get("use_sliding_window") is False:
             window = None
+        types = self.config.get("layer_types")
         if types is None:
-            alternates = 2 if self.config.get("model_type") == "gemma2" else 0
-            period = self.number("sliding_window_pattern", default=alternates)
-            return tuple(None if period and (layer + 1) % period == 0 else window for layer in range(num_layers))
+            full = self.number("max_window_layers", default=0)  # the first ones see all
+            period = self.number(
+                "sliding_window_pattern", default=_ALTERNATE.get(str(self.config.get("model_type")), 0)
+            )
+            sees_all = [layer < full or bool(period and (layer + 1) % period == 0) for layer in range(num_layers)]
+            return tuple(None if each else window for each in sees_all)
+        if not isinstance(types, list) or len(types) != num_layers or not all(isinstance(each, str) for each in types):
+            self.complain("layer_types", types, f"a list of {num_layers} names, one for each layer")
         other = sorted(set(types) - set(_LAYER_TYPES))
         self.refuse(bool(other), f"it has layers of type {', '.join(other)}, which are no attention over a KV cache")
+        self.refuse(window is None and "sliding_attention" in types, "its sliding_window is not told")
         return tuple(window if each == "sliding_attention" else None for each in types)
 
     def bytes_per_weight(self) -> tuple[float, float]:
@@ -209,13 +259,13 @@ class _Reader:
         plain = _DTYPE_BYTES.get(str(self.config.get("torch_dtype") or self.config.get("dtype") or "bfloat16"))
         self.refuse(plain is None, f"its dtype is none of {', '.join(_DTYPE_BYTES)}")
         assert plain is not None
-        quantization = self.config.get("quantization_config") or {}
+        quantization = self.mapping("quantization_config")
         method, bits = quantization.get("quant_method"), quantization.get("bits")
         if method == "mxfp4":
             return plain, _MXFP4_BYTES
         if method == "fp8":
             return 1.0, 1.0
-        if isinstance(bits, int):
+        if isinstance(bits, int) and not isinstance(bits, bool) and bits > 0:
             return bits / 8, bits / 8
         self.refuse(bool(quantization), f"its weights are quantized by {method!r}, whose size is not known here")
         return plain, plain
