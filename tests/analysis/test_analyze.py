@@ -120,6 +120,9 @@ def test_a_spoiler_is_told_with_the_gain_that_a_replay_finds() -> None:
     assert spoiler.gain_prompt_tokens is not None and spoiler.gain_prompt_tokens > 20 * 59 * 16
     assert any("first 24 requests, each spoiler by itself" in text for text in found.assumptions)
     assert analyze(spoiled, replace(SETTINGS, concurrencies=(8,), find_spoilers=False)).spoilers == []
+    short = [replace(each, num_output_tokens=1) for each in requests]  # no answer has a time per token
+    (spoiler,) = analyze(replace(spoiled, requests=short), replace(SETTINGS, concurrencies=(8,))).spoilers
+    assert spoiler.gain_tpot == 0
 
 
 def verdict_of(tpot_ms: float, shared_tpot_ms: float, **change: Any) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from trunkattn.analysis import charts, figures
 from trunkattn.analysis.html import to_html
 from trunkattn.analysis.records import Analysis, Snapshot, TrieNode
-from trunkattn.analysis.report import JSON_VERSION, print_analysis, to_dict
+from trunkattn.analysis.report import JSON_VERSION, gain_sentence, print_analysis, spoiler_sentence, to_dict
 from trunkattn.analysis.texts import Texts
 
 from .analyses import HOSTILE, SECRET, busy_analysis, quiet_analysis, snapshot
@@ -33,6 +33,23 @@ def test_the_terminal_shows_what_was_found() -> None:
     assert "8,120 requests part at a timestamp (system message, token 37 of 2,210)" in text
     assert "That saves 21 % of the time per token and 17,644,760 prompt tokens." in text
     assert text.endswith("At 58 requests at a time sharing gains 17 %.")
+
+
+@pytest.mark.parametrize(
+    ("gains", "sentence"),
+    [
+        ((0.21, 3000), "That saves 21 % of the time per token and 3,000 prompt tokens."),
+        ((-0.007, 3000), "That saves 3,000 prompt tokens and costs 0.7 % of the time per token."),
+        ((0.1, -1), "That saves 10 % of the time per token and costs 1 prompt token."),
+        ((-0.1, -5), "That costs 10 % of the time per token and 5 prompt tokens."),
+        ((-1e-9, 0), "That saves 0 % of the time per token and 0 prompt tokens."),
+        ((None, None), ""),
+    ],
+)
+def test_what_a_spoiler_saves_and_costs_is_told_apart(gains: tuple[float | None, int | None], sentence: str) -> None:
+    spoiler = busy_analysis().spoilers[0]
+    assert gain_sentence(replace(spoiler, gain_tpot=gains[0], gain_prompt_tokens=gains[1])) == sentence
+    assert "part at an order of tools" in spoiler_sentence(replace(spoiler, kind="order of tools"))
 
 
 def test_that_nothing_was_found_is_said() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from trunkattn.analysis.ceiling import ceiling_of
-from trunkattn.analysis.figures import plural
+from trunkattn.analysis.figures import plural, saved
 from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.memory import cache_pages
@@ -156,7 +156,7 @@ def _spoilers(setup: Setup, log: Log, load: Load, progress: Progress) -> list[Sp
     gains = [
         replace(
             finding.spoiler,
-            gain_tpot=1.0 - each.tpot_ms(SHARED) / max(1e-9, before.tpot_ms(SHARED)),
+            gain_tpot=saved(before.tpot_ms(SHARED), each.tpot_ms(SHARED)),
             gain_prompt_tokens=(each.stats.prefix_cache_hits - before.stats.prefix_cache_hits)
             * len(log.requests)
             // limit,

@@ -14,6 +14,7 @@ from trunkattn.analysis.records import Analysis, Log, Replay, Spoiler
 JSON_VERSION: Final = 1  # of the fields; a field that goes away or changes its meaning counts it up
 _SHOWN_SKIPPED: Final = 5
 _SHOWN_SPOILERS: Final = 10
+_NOTHING: Final = 5e-4  # share of the time below which it costs nothing
 
 
 def to_dict(analysis: Analysis, *, show_text: bool = False) -> dict[str, Any]:
@@ -210,17 +211,21 @@ def no_spoilers(log: Log) -> str:
 def spoiler_sentence(spoiler: Spoiler) -> str:
     """What parts which requests where, without text of the log."""
     requests = f"{spoiler.num_requests:,} requests part" if spoiler.num_requests != 1 else "1 request parts"
+    article = "an" if spoiler.kind[0] in "aeio" else "a"  # as in "a user name"
     return (
-        f"{requests} at a {spoiler.kind} ({spoiler.where}); {figures.plural(spoiler.shared_after, 'token')} behind it "
-        "are equal again."
+        f"{requests} at {article} {spoiler.kind} ({spoiler.where}); {figures.plural(spoiler.shared_after, 'token')} "
+        "behind it are equal again."
     )
 
 
 def gain_sentence(spoiler: Spoiler) -> str:
-    """What moving the varying part saves, replayed; empty: it was not replayed."""
-    parts = []
-    if spoiler.gain_tpot is not None:
-        parts.append(f"{figures.percent(spoiler.gain_tpot)} of the time per token")
-    if spoiler.gain_prompt_tokens is not None:
-        parts.append(f"{figures.plural(spoiler.gain_prompt_tokens, 'prompt token')}")
-    return f"That saves {' and '.join(parts)}." if parts else ""
+    """What moving the varying part saves and what it costs, replayed; empty: it was not replayed."""
+    if spoiler.gain_tpot is None or spoiler.gain_prompt_tokens is None:
+        return ""
+    told = (
+        (spoiler.gain_tpot > -_NOTHING, f"{figures.percent(abs(spoiler.gain_tpot))} of the time per token"),
+        (spoiler.gain_prompt_tokens >= 0, figures.plural(abs(spoiler.gain_prompt_tokens), "prompt token")),
+    )
+    sides = [" and ".join(words for is_gain, words in told if is_gain == side) for side in (True, False)]
+    verbs = [f"{verb} {side}" for verb, side in zip(("saves", "costs"), sides, strict=True) if side]
+    return f"That {' and '.join(verbs)}."
