@@ -194,6 +194,16 @@ def test_a_fleet_that_looks_at_prefixes_shares_more() -> None:
     assert found["prefix"].balance >= found["round-robin"].balance
 
 
+@pytest.mark.parametrize("route", ["prefix", "sharers"])
+def test_engines_that_are_alike_take_turns(route: str) -> None:
+    """Requests that share nothing come one by one, so that no engine is ever busier than another."""
+    requests = [
+        replace(request, line=number + 1, arrival=10.0 * number, blocks=request.blocks + 1_000_000 * number)
+        for number, request in enumerate(log_of(12, 10, 2))
+    ]
+    assert fleet_of(requests, route).balance == pytest.approx(1.0, abs=0.2)
+
+
 def test_an_analysis_replays_a_fleet_for_each_route() -> None:
     requests = log_of(12, 10, 2)
     every = analyze(log(requests), replace(SETTINGS, replicas=2)).fleet

@@ -22,15 +22,18 @@ _REPORT_EVERY: Final = 256
 
 @dataclass
 class Replica:
-    """An engine of a fleet. blocks: how many of its unfinished requests have each block of the log."""
+    """An engine of a fleet. blocks: how many of its unfinished requests have each block of the log; taken: all that it
+    got."""
 
     engine: TimedEngine
     blocks: Counter[int]
     unfinished: int = 0
+    taken: int = 0
 
     def add(self, job: Job, time: float) -> None:
         """Queues a request."""
         self.unfinished += 1
+        self.taken += 1
         self.blocks.update(job.logged.blocks.tolist())
         self.engine.add(job, time)
 
@@ -57,8 +60,8 @@ class Router:
 
     random and round-robin look at nothing. prefix takes the engine that has most of the prompt in its cache, sharers
     the one whose unfinished requests have most of it, and of those the one that has most of it cached. A prefix counts
-    from a quarter of the prompt on. Both take the engine with the fewest unfinished requests of several, and pass over
-    those with far more than the mean.
+    from a quarter of the prompt on. Both take the engine with the fewest unfinished requests of several, of these the
+    one that got the fewest so far, and pass over those with far more than the mean.
     """
 
     def __init__(self, route: str, workload: Workload, seed: int) -> None:
@@ -79,11 +82,11 @@ class Router:
         def counted(num_tokens: int) -> int:
             return num_tokens if num_tokens * _LEAST_PART >= job.logged.num_prompt_tokens else 0
 
-        def worth(replica: Replica) -> tuple[int, int, int]:
+        def worth(replica: Replica) -> tuple[int, int, int, int]:
             shared = replica.shared_tokens(job) if self._route == "sharers" else 0
             cache = replica.engine.engine.cache
             cached = len(cache.index.match(tokens)) * cache.page_size
-            return counted(shared), counted(cached), -replica.unfinished
+            return counted(shared), counted(cached), -replica.unfinished, -replica.taken
 
         return max(free, key=worth)
 
