@@ -83,8 +83,8 @@ def test_replays_after_the_first_take_the_first_requests() -> None:
         ({"rates": (0.0,)}, "rates=0.0: expected requests per second above 0"),
         ({"route": "nearest"}, "route='nearest': expected one of random, round-robin, prefix, sharers"),
         ({"scheduler_policy": "first"}, "scheduler_policy='first'"),
-        ({"num_pages": 1}, "none of its 6 requests fits in 1 page of"),
-        ({"concurrencies": ()}, "has no times of arrival: expected requests at a time, or a rate"),
+        ({"num_pages": 1}, "none of its 6 requests fits in 1 page of 16 tokens with all of its answers in"),
+        ({"concurrencies": ()}, "has no times of arrival that differ: expected requests at a time, or a rate"),
         (
             {"concurrencies": (), "as_logged": False},
             "concurrencies=.*: expected a number of requests",
@@ -92,7 +92,7 @@ def test_replays_after_the_first_take_the_first_requests() -> None:
         ({"num_pages": 10**8}, "num_pages=100000000: expected an integer from 1 to 10000000"),
         ({"replicas": 10**6}, "replicas=1000000: expected an integer from 1 to 1024"),
         ({"route": "prefix"}, "route='prefix': expected it with replicas of at least 2"),
-        ({"replicas": 2}, "replicas=2: some.jsonl has no times of arrival: expected a rate"),
+        ({"replicas": 2}, "replicas=2: some.jsonl has no times of arrival that differ: expected a rate"),
     ],
 )
 def test_bad_settings_are_refused_before_a_replay(
@@ -101,6 +101,16 @@ def test_bad_settings_are_refused_before_a_replay(
     monkeypatch.setattr(module, "run_all", None)
     with pytest.raises(ValueError, match=message):
         analyze(log(without_times(log_of(6, 10, 2))), replace(SETTINGS, **change))
+
+
+def test_requests_for_which_the_engine_is_too_small_are_told_with_both_reasons() -> None:
+    requests = [replace(each, num_output_tokens=None) for each in log_of(6, 10, 2)]
+    found = analyze(log([replace(requests[0], num_answers=65), *requests[1:]]), SETTINGS)
+    assert "The log names no answer length for 5 requests, which generate a set number of tokens." in found.assumptions
+    (sentence,) = [each for each in found.assumptions if "too small for 1 request, so" in each]
+    assert "fit in the KV cache, and all answers to a prompt in 64 sequences." in sentence
+    with pytest.raises(ValueError, match="with all of its answers in max_num_seqs=64 sequences: expected a larger"):
+        analyze(log([replace(each, num_answers=65) for each in requests]), SETTINGS)
 
 
 def test_an_empty_log_is_refused() -> None:

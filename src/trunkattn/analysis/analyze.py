@@ -61,7 +61,8 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
     if not first.jobs:
         raise ValueError(
             f"{log.source}: none of its {len(log.requests)} requests fits in {plural(setup.size.num_pages, 'page')} of "
-            f"{setup.size.page_size} tokens: expected requests, and a cache that holds them"
+            f"{setup.size.page_size} tokens with all of its answers in max_num_seqs={setup.size.max_num_seqs} "
+            "sequences: expected a larger cache, or more sequences"
         )
     workloads = [whole] + [first] * (len(loads) - 1)
     replays = _replays(setup, loads, workloads, partial(progress, "replaying"))
@@ -119,10 +120,12 @@ def _loads(log: Log, settings: Settings) -> list[Load]:
         return [Load(), *by_time, *closed]
     if settings.replicas > 1 and not by_time:
         raise ValueError(
-            f"replicas={settings.replicas}: {log.source} has no times of arrival: expected a rate, with it"
+            f"replicas={settings.replicas}: {log.source} has no times of arrival that differ: expected a rate, with it"
         )
     if not by_time and not closed:
-        raise ValueError(f"{log.source} has no times of arrival: expected requests at a time, or a rate, to replay it")
+        raise ValueError(
+            f"{log.source} has no times of arrival that differ: expected requests at a time, or a rate, to replay it"
+        )
     middle = closed[len(closed) // 2 :][:1] if not by_time else []
     return [*by_time, *middle, *(load for load in closed if load not in middle)]
 

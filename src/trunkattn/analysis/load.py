@@ -46,7 +46,9 @@ class Load:
         has_times = len(logged) == len(requests) and bool(logged) and max(logged) > min(logged)
         if self.rate is None:
             if not has_times:
-                raise ValueError("the log has no times of arrival: expected a number of requests at a time, or a rate")
+                raise ValueError(
+                    "the log has no times of arrival that differ: expected a number of requests at a time, or a rate"
+                )
             return [time - logged[0] for time in logged]
         if not 0 < self.rate < float("inf"):
             raise ValueError(f"rate={self.rate!r}: expected a finite number above 0, in requests per second")

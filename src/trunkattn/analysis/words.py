@@ -69,9 +69,14 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
     ]
     if whole.num_guessed:
-        said.append(f"{whole.num_guessed:,} requests for which the log names no answer length generate a set number.")
+        requests = figures.plural(whole.num_guessed, "request")
+        said.append(f"The log names no answer length for {requests}, which generate a set number of tokens.")
     if whole.num_left_out:
-        said.append(f"{whole.num_left_out:,} requests do not fit in the KV cache and are left out.")
+        requests = figures.plural(whole.num_left_out, "request")
+        said.append(
+            f"The engine is too small for {requests}, so the replays have none of that kind: an answer has to fit in "
+            f"the KV cache, and all answers to a prompt in {size.max_num_seqs} sequences."
+        )
     if num_first < len(whole.jobs):
         said.append(f"Replays after the first one take the first {num_first:,} requests.")
     if whole.source.knows_answers:
