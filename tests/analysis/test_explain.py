@@ -160,6 +160,11 @@ def test_the_terminal_folds_what_is_alike(prices: Prices) -> None:
     assert all(policy in text for policy in POLICIES) and "auto took 32x64: least predicted time" in text
 
 
+def test_one_request_and_one_token_are_no_several(prices: Prices) -> None:
+    text = printed(explained("1_1", prices)[1], prices)
+    assert "1 request decodes, with" in text and " 1 token, its own" in text
+
+
 def test_a_wide_forest_is_cut(prices: Prices) -> None:
     lens = np.arange(100, 300, dtype=np.int32)
     table = np.arange(200 * 19, dtype=np.int32).reshape(200, 19)

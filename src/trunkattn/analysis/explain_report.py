@@ -69,7 +69,8 @@ def print_explanation(explanation: Explanation, prices: Prices, console: Console
     nodes, each = explanation.snapshot.nodes, prices.token_bytes
     longest = max((node.tokens for node in nodes), default=1)
     total = sum(node.sequences for node in nodes if node.parent < 0)
-    words = f"{figures.plural(explanation.num_requests, 'request')} decode, with {figures.size(each)} of KV a token"
+    decode = "decodes" if explanation.num_requests == 1 else "decode"
+    words = f"{figures.plural(explanation.num_requests, 'request')} {decode}, with {figures.size(each)} of KV a token"
     tree = Tree(Text(f"{words} ({prices.shape.name})", style="bold"))
     lines = [_MOST_LINES]
     _grow(tree, _folded(_shapes(nodes)), (longest, total), lines)
@@ -168,7 +169,9 @@ def _grow(tree: Tree, shapes: Iterator[tuple[int, _Shape]], most: tuple[int, int
         whose = "its own" if sequences == 1 else f"read by {sequences:,}"
         alike = f"  × {number:,}" if number > 1 else ""
         bar = "█" * max(1, round(_BAR * tokens / max(longest, 1)))
-        label = Text.assemble((bar, _STYLES[charts.shade(sequences, total)]), f" {tokens:,} tokens, {whose}{alike}")
+        label = Text.assemble(
+            (bar, _STYLES[charts.shade(sequences, total)]), f" {figures.plural(tokens, 'token')}, {whose}{alike}"
+        )
         _grow(tree.add(label), _folded(children), most, lines)
 
 
