@@ -106,7 +106,7 @@ def test_bad_settings_are_refused_before_a_replay(
 def test_requests_for_which_the_engine_is_too_small_are_told_with_both_reasons() -> None:
     requests = [replace(each, num_output_tokens=None) for each in log_of(6, 10, 2)]
     found = analyze(log([replace(requests[0], num_answers=65), *requests[1:]]), SETTINGS)
-    assert "The log names no answer length for 5 requests, which generate a set number of tokens." in found.assumptions
+    assert "The log names no answer length for 5 requests: a set number of tokens is generated." in found.assumptions
     (sentence,) = [each for each in found.assumptions if "too small for 1 request, so" in each]
     assert "fit in the KV cache, and all answers to a prompt in 64 sequences." in sentence
     with pytest.raises(ValueError, match="with all of its answers in max_num_seqs=64 sequences: expected a larger"):

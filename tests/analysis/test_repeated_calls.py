@@ -10,8 +10,9 @@ import pytest
 from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import Log
 
+SAMPLES = Path(__file__).parent / "logs"
 NAMES = ("gateway", "http", "engine")
-SAID = "Each call counts once, so {} around others that tell of it, or of the same id as another, {} left out."
+SAID = "Each call counts once: what tells of one again, by the same id or as a span around it, is left out ({})."
 
 
 def span(name: str, parent: str | None = None, *, text: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def test_an_engine_s_call_within_a_gateway_s_counts_once_wherever_it_stands(
     rows = [make(name, parent) for name, parent in zip(NAMES, (None, *NAMES), strict=False)]
     log = read(tmp_path, *(rows[place] for place in order))
     assert [request.line for request in log.requests] == [order.index(2) + 1]
-    assert said(log) == [SAID.format("1 span", "is")]
+    assert said(log) == [SAID.format("1 time")]
 
 
 def test_the_span_with_the_text_stays_and_learns_what_the_other_one_knows(tmp_path: Path) -> None:
@@ -73,13 +74,28 @@ def test_a_span_around_several_calls_is_none_of_them(tmp_path: Path) -> None:
     steps = [span("agent"), span("loop", "agent"), span("first", "loop"), span("second", "loop")]
     log = read(tmp_path, *steps)
     assert [request.line for request in log.requests] == [3, 4]
-    assert said(log) == [SAID.format("2 spans", "are")]
+    assert said(log) == [SAID.format("2 times")]
 
 
 def test_a_span_that_is_exported_twice_counts_once_and_the_one_with_the_text_stays(tmp_path: Path) -> None:
     log = read(tmp_path, span("engine"), span("engine", text="a b c"), span("engine"))
     assert [request.line for request in log.requests] == [2]
     assert len(read(tmp_path, observation("a"), observation("a"), observation("b")).requests) == 2
+
+
+@pytest.mark.parametrize("sample", ["litellm.jsonl", "dynamo.jsonl"])
+def test_two_exports_of_one_log_in_a_folder_count_once(sample: str, tmp_path: Path) -> None:
+    once = read_log(SAMPLES / sample)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes((SAMPLES / sample).read_bytes())
+    twice = read_log(tmp_path)
+    assert [each.arrival for each in twice.requests] == [each.arrival for each in once.requests]
+    assert said(twice) == [SAID.format(f"{len(once.requests)} times")]
+
+
+def test_a_server_may_give_all_of_its_answers_one_id(tmp_path: Path) -> None:
+    row = {"call_type": "completion", "id": "chatcmpl-1", "messages": "a b c"}
+    assert len(read(tmp_path, row | {"startTime": 1767225600.0}, row | {"startTime": 1767225600.5}).requests) == 2
 
 
 @pytest.mark.parametrize(

@@ -369,10 +369,9 @@ class _Collected:
     def _assumptions(self, has_contents: bool, late: Sequence[int], num_repeated: int) -> list[str]:
         found = []
         if num_repeated:
-            are = "is" if num_repeated == 1 else "are"
             found.append(
-                f"Each call counts once, so {plural(num_repeated, 'span')} around others that tell of it, or of the "
-                f"same id as another, {are} left out."
+                "Each call counts once: what tells of one again, by the same id or as a span around it, is left out "
+                f"({plural(num_repeated, 'time')})."
             )
         if late:
             found.append(

@@ -70,7 +70,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
     ]
     if whole.num_guessed:
         requests = figures.plural(whole.num_guessed, "request")
-        said.append(f"The log names no answer length for {requests}, which generate a set number of tokens.")
+        said.append(f"The log names no answer length for {requests}: a set number of tokens is generated.")
     if whole.num_left_out:
         requests = figures.plural(whole.num_left_out, "request")
         said.append(

@@ -1,4 +1,4 @@
-"""Calls that several spans tell of: a gateway's span around the engine's, or a span that was exported twice."""
+"""Calls that are told more than once: by a gateway's span around the engine's, or because they were exported twice."""
 
 from array import array
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _DEEPEST = 64  # spans of other work between two that tell of one call
 
 
 class Calls:
-    """The spans of a log with the spans around them, of which it takes 24 bytes each.
+    """The spans of a log, or its lines that have an id, with the spans around them. Each takes 24 bytes.
 
     Spans tell what is one call by their ids alone: those without one, and those that stand beside each other, are calls
     of their own.
@@ -27,7 +27,7 @@ class Calls:
         """Notes a span, whether it is a call or not, and numbers its entry.
 
         Args:
-            trace, span, parent: ids, as the log writes them; empty ones are none.
+            trace, span, parent: ids, as the log writes them; empty ones are none. trace: what else is to be equal.
             entry: the call; anything else: the span tells of other work, or is wrong.
         """
         number = _number(trace, span)

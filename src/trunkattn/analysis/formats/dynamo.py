@@ -1,6 +1,7 @@
 """NVIDIA Dynamo's request trace (DYN_REQUEST_TRACE=1): block hashes, times and sessions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from trunkattn.analysis.formats.base import (
     MILLISECONDS,
@@ -9,6 +10,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Hashes,
     Line,
+    Told,
     check_blocks,
     each,
     first,
@@ -18,6 +20,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
     seconds,
 )
+from trunkattn.analysis.formats.calls import Calls
 
 SCHEMA = "dynamo.request.trace."
 
@@ -33,7 +36,14 @@ def recognises(fields: Fields) -> bool:
     return str(_unwrapped(fields).get("schema", "")).startswith(SCHEMA)
 
 
-def parse(line: Line) -> Iterator[Entry]:
+def parse(lines: Iterable[Line]) -> Iterator[Told]:
+    """The requests of all lines, each once, also where a folder has two exports of it."""
+    calls = Calls()
+    yield from each(partial(_requests, calls))(lines)
+    yield from calls.repeated()
+
+
+def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
     """The request of a record that tells of a request's end; other records hold none."""
     fields = _unwrapped(line.fields)
     if fields.get("event_type", "request_end") != "request_end":
@@ -47,7 +57,7 @@ def parse(line: Line) -> Iterator[Entry]:
     block_size = integer("trace_block_size", first(request, "replay.trace_block_size"), 1)
     num_tokens = integer("input_length", first(request, "replay.input_length", "input_tokens"), 1)
     prompt = Hashes(hash_ids("input_sequence_hashes", ids), block_size, num_tokens)
-    yield Entry(
+    entry = Entry(
         line.number,
         check_blocks(prompt, ("input_sequence_hashes", "input_length")),
         _arrival(fields, request),
@@ -56,6 +66,8 @@ def parse(line: Line) -> Iterator[Entry]:
         session=optional_text(fields, "agent_context.session_id"),
         model=optional_text(request, "model"),
     )
+    calls.add(str(entry.arrival), first(request, "request_id"), None, entry)
+    yield entry
 
 
 def _arrival(fields: Fields, request: Fields) -> float | None:
@@ -69,4 +81,4 @@ def _arrival(fields: Fields, request: Fields) -> float | None:
     return seconds("event_time_unix_ms", end, *MILLISECONDS) - seconds("total_time_ms", total, *MILLISECONDS)
 
 
-FORMAT = Format("dynamo", "Dynamo request trace", recognises, each(parse))
+FORMAT = Format("dynamo", "Dynamo request trace", recognises, parse)

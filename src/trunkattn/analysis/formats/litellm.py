@@ -1,6 +1,7 @@
 """LiteLLM's standard logging payload, and rows of its table of spending, which hold text only where that is stored."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from trunkattn.analysis.formats.base import (
     Entry,
@@ -8,6 +9,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
+    Told,
     decoded,
     each,
     epoch_seconds,
@@ -17,6 +19,7 @@ from trunkattn.analysis.formats.base import (
     require,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, outcome_of, prompts_of
+from trunkattn.analysis.formats.calls import Calls
 
 # What stands for messages that LiteLLM was told to leave out of its logs. All would seem to be the same prompt.
 _NO_TEXT = "redacted-by-litellm"
@@ -29,7 +32,14 @@ def recognises(fields: Fields) -> bool:
     return "call_type" in fields and "startTime" in fields
 
 
-def parse(line: Line) -> Iterator[Entry]:
+def parse(lines: Iterable[Line]) -> Iterator[Told]:
+    """The requests of all lines, each once, also where a folder has two exports of it."""
+    calls = Calls()
+    yield from each(partial(_requests, calls))(lines)
+    yield from calls.repeated()
+
+
+def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
     """The request of a line; none for other calls, failures, and answers that no model computed."""
     fields = line.fields
     require(fields, "startTime", "call_type")
@@ -42,7 +52,7 @@ def parse(line: Line) -> Iterator[Entry]:
     outcome = outcome_of(decoded(fields.get("response")), num_asked=num_answers_of(parameters))
     num_answers = outcome.num_answers or num_answers_of(parameters)
     num_outputs = optional_integer(fields, "completion_tokens")
-    yield Entry(
+    entry = Entry(
         line.number,
         _prompt(fields, parameters),
         epoch_seconds("startTime", fields["startTime"]),
@@ -53,6 +63,8 @@ def parse(line: Line) -> Iterator[Entry]:
         session=optional_text(fields, "session_id", "trace_id"),
         model=optional_text(fields, "model", "model_group"),
     )
+    calls.add(str(entry.arrival), first(fields, "id", "request_id"), None, entry)  # some servers repeat ids
+    yield entry
 
 
 def _prompt(fields: Fields, parameters: Fields) -> Prompt:
@@ -66,4 +78,4 @@ def _prompt(fields: Fields, parameters: Fields) -> Prompt:
     return length_alone("prompt_tokens", fields["prompt_tokens"])
 
 
-FORMAT = Format("litellm", "LiteLLM log", recognises, each(parse))
+FORMAT = Format("litellm", "LiteLLM log", recognises, parse)
