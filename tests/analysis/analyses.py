@@ -63,6 +63,7 @@ def busy_replay(name: str, concurrency: int, gain: float, rate: float | None = N
         shared_ttft_ms=402.0,
         tokens_per_s=1000 * decoding / tpot,
         shared_tokens_per_s=1000 * decoding / tpot / (1 - gain),
+        num_decode_steps=45_000,
         kv_bytes=9e13,
         unique_kv_bytes=9e13 * (1 - 2 * gain),
         preemptions=3,

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import trunkattn.analysis.figures as figures
 from trunkattn.analysis.load import Feed, Load, Workload
 from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.prices import Prices
@@ -19,6 +20,7 @@ from trunkattn.gpu.cards import card_named
 
 REAL_TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 PRICES = Prices(model_shape("llama-3-8b"), card_named("NVIDIA H100"))
+WINDOWED = Prices(model_shape("gpt-oss-20b"), card_named("NVIDIA H100"))  # half of its layers see 128 tokens
 SIZE = EngineSize(num_pages=4000, max_num_seqs=64)
 
 
@@ -40,6 +42,21 @@ def test_a_shared_trunk_is_worth_the_more_the_more_requests_run_at_once() -> Non
     assert many.shared_tpot_ms / many.tpot_ms < 0.9 < few.shared_tpot_ms / few.tpot_ms < 1
     assert many.kv_bytes > 5 * many.unique_kv_bytes
     assert few.hit_rate == pytest.approx(47 / 48 * 120 / 124, abs=0.05)
+
+
+@pytest.mark.parametrize("prices", [PRICES, WINDOWED])
+def test_bytes_of_three_requests_on_a_trunk_are_those_that_one_counts_by_hand(prices: Prices) -> None:
+    """The first prompt is computed, then the others while it decodes, then three decode twice and two once."""
+    found = replay(Workload.of(log_of(3, shared=64, own=32, output=4), SIZE, 10), SIZE, prices, Load(3))
+    seen = [(1537,), (1538, 1537, 1537), (1539, 1538, 1538), (1539, 1539)]
+    unique = [sum(step) - (len(step) - 1) * 1024 for step in seen]
+    layers = prices.shape.layers_by_window
+    near = 128 * layers.get(128, 0) * sum(map(len, seen))  # the windows' tokens, none of which is the trunk's
+    expected = near + layers[None] * sum(map(sum, seen)), near + layers[None] * sum(unique)
+    counted = found.kv_bytes / prices.layer_token_bytes, found.unique_kv_bytes / prices.layer_token_bytes
+    assert found.num_decode_steps == len(seen)
+    assert counted == (expected if prices is PRICES else pytest.approx(expected, rel=0.01))
+    assert figures.mean_bytes(found) == (found.kv_bytes / 4, found.unique_kv_bytes / 4)
 
 
 def test_nothing_shared_gains_next_to_nothing() -> None:

@@ -30,11 +30,10 @@ def mean_decoding(moments: Sequence[Moment]) -> float:
     return sum(moment.decoding * moment.num_steps for moment in moments) / steps if steps else 0.0
 
 
-def mean_bytes(moments: Sequence[Moment]) -> tuple[float, float]:
-    """KV bytes that a step reads one by one and shared, as means."""
-    steps = max(1, sum(moment.num_steps for moment in moments))
-    one_by_one = sum(moment.kv_bytes * moment.num_steps for moment in moments) / steps
-    return one_by_one, sum(moment.unique_kv_bytes * moment.num_steps for moment in moments) / steps
+def mean_bytes(replay: Replay) -> tuple[float, float]:
+    """KV bytes that a decode step reads one by one and shared, as means."""
+    steps = max(1, replay.num_decode_steps)
+    return replay.kv_bytes / steps, replay.unique_kv_bytes / steps
 
 
 def is_closed(replay: Replay) -> bool:

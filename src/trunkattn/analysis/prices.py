@@ -152,6 +152,17 @@ class Prices:
             alone, shared = alone + times.alone_us * layers, shared + times.shared_us * layers
         return AttentionTimes(alone, shared)
 
+    def read_shares(self, batch: DecodeBatch) -> tuple[float, float]:
+        """Shares of the sequences' KV that a decode step reads, one by one and shared: all of it, unless layers have a
+        sliding window."""
+        alone = shared = 0
+        for window, layers in self.shape.layers_by_window.items():
+            limit = UNLIMITED if window is None else window
+            alone += layers * int(np.minimum(batch.seq_lens, limit).sum())
+            shared += layers * seen_tokens(batch, limit)
+        every = max(1, int(batch.seq_lens.sum())), max(1, seen_tokens(batch))
+        return alone / every[0] / self.shape.num_layers, shared / every[1] / self.shape.num_layers
+
     def layer(self, batch: DecodeBatch, window: int = UNLIMITED) -> AttentionTimes:
         """Attention of one layer in a decode step."""
         starts = np.arange(len(batch.seq_lens) + 1, dtype=np.int32)

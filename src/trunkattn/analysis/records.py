@@ -176,7 +176,8 @@ class Replay:
         tpot_ms, shared_tpot_ms: mean time per output token, one by one and shared.
         ttft_ms, shared_ttft_ms: mean time to the first token.
         tokens_per_s, shared_tokens_per_s: generated tokens per second of time in which there was work.
-        kv_bytes, unique_kv_bytes: sums over all decode steps.
+        num_decode_steps: steps in which something decodes.
+        kv_bytes, unique_kv_bytes: sums over them.
         preemptions: sequences that lost their pages.
         moments: the replay over time, at most 200.
         snapshots: prefix trees at some moments, at most 12.
@@ -195,6 +196,7 @@ class Replay:
     shared_ttft_ms: float
     tokens_per_s: float
     shared_tokens_per_s: float
+    num_decode_steps: int
     kv_bytes: float
     unique_kv_bytes: float
     preemptions: int

@@ -110,6 +110,7 @@ def replay_of(load: Load, size: EngineSize, outcomes: list[Outcome]) -> Replay:
         shared_ttft_ms=shared.ttft_ms(SHARED),
         tokens_per_s=alone.tokens_per_s(ALONE),
         shared_tokens_per_s=shared.tokens_per_s(SHARED),
+        num_decode_steps=int(shared.sums.decode_steps),
         kv_bytes=shared.sums.kv_bytes,
         unique_kv_bytes=shared.sums.unique_kv_bytes,
         preemptions=shared.stats.preemptions,

@@ -20,12 +20,13 @@ _SECONDS: Final = 1e-6  # in a µs
 
 
 class _Priced(NamedTuple):
-    """A decode step that was priced, by which those like it are."""
+    """A decode step that was priced, by which those like it are. read_shares: see `Prices`."""
 
     decoding: int
     tokens: int
     unique_tokens: int
     times: AttentionTimes
+    read_shares: tuple[float, float]
 
     def is_like(self, steps: Steps) -> bool:
         """Whether steps differ so little from it that its price may be scaled."""
@@ -169,19 +170,21 @@ class TimedEngine:
         if wants_tree:
             self.album.add(self.time, batch, self.engine.keys(running))
         times = self._prices.attention(batch)
-        return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times)
+        shares = self._prices.read_shares(batch)
+        return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times, shares)
 
     def _record(self, steps: Steps, times: NDArray[np.float64]) -> None:
         """Lets the clocks go on over the first of some steps. times: [4, steps] of these."""
         count, stats, token_bytes = times.shape[1], self.engine.scheduler.stats, self._prices.token_bytes
         totals = times.sum(axis=1).tolist()
+        shares = (1.0, 1.0) if self._priced is None else self._priced.read_shares
         sums = Sums(
             num_steps=count,
             decode_steps=count if steps.decoding else 0,
             decoding=steps.decoding * count,
             waiting=len(self.engine.scheduler.waiting) * count,
-            kv_bytes=int(steps.tokens[:count].sum()) * token_bytes,
-            unique_kv_bytes=int(steps.unique_tokens[:count].sum()) * token_bytes,
+            kv_bytes=int(steps.tokens[:count].sum()) * token_bytes * shares[ALONE],
+            unique_kv_bytes=int(steps.unique_tokens[:count].sum()) * token_bytes * shares[SHARED],
             attention_us=totals[ALONE],
             shared_attention_us=totals[SHARED],
             step_us=totals[2 + ALONE],

@@ -68,6 +68,10 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         "closed loop both run the same steps.",
         "A step takes what kernels take: times of HTTP, tokenizers and other programs are not in it.",
     ]
+    if set(prices.shape.windows) != {None}:
+        said.append(
+            "Layers with a sliding window read what they see; pictures of prefix trees show the KV of all tokens."
+        )
     if whole.num_guessed:
         requests = figures.plural(whole.num_guessed, "request")
         said.append(f"The log names no answer length for {requests}: a set number of tokens is generated.")
