@@ -130,6 +130,8 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         shape = model_shape(str(path))
         assert (shape.name, shape.total_bytes()) == (tmp_path.name, model_shape("llama-3-8b").total_bytes())
+    (tmp_path / "mine.json").write_text(json.dumps(LLAMA))
+    assert model_shape(str(tmp_path / "mine.json")).name == "mine"
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ValueError, match="is not JSON"):
         model_shape(str(tmp_path))

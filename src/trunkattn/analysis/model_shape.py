@@ -113,7 +113,7 @@ def model_shape(model: str) -> ModelShape:
         raise ValueError(f"model={model!r}: {path} is not JSON ({error}); expected a model's config.json") from error
     if not isinstance(config, dict):
         raise ValueError(f"model={model!r}: {path} holds no JSON object; expected a model's config.json")
-    return shape_of(path.parent.name or model, config)
+    return shape_of((path.parent.name if path.name == "config.json" else path.stem) or model, config)
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
