@@ -1,5 +1,6 @@
 """`LLM`: options, prompts of every form, streams, and bad input that stops a call before it starts."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,6 +205,20 @@ def test_the_cache_of_a_gpu_is_sized_by_its_free_memory(
     for options, message in (({"num_pages": 101}, "num_pages=101"), ({"kv_cache_bytes": 1 << 40}, "kv_cache_bytes=")):
         with pytest.raises(ValueError, match=f"{message}.*: expected at most the free memory of cuda"):
             size_cache(info, EngineConfig(**options))
+
+
+def test_a_cache_takes_half_of_a_cpus_memory_at_most(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = inspect_model(tiny_model("llama").path)
+    page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, head_dim, tokens, bytes
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 20, "SC_PAGE_SIZE": page_bytes}.__getitem__)
+    assert (
+        size_cache(info, EngineConfig())[0] == size_cache(info, EngineConfig(kv_cache_bytes=10 * page_bytes))[0] == 10
+    )
+    expected = f"kv_cache_bytes={10 * page_bytes + 1}: expected at most half of the memory, {10 * page_bytes} bytes"
+    with pytest.raises(ValueError, match=expected):
+        size_cache(info, EngineConfig(kv_cache_bytes=10 * page_bytes + 1))
 
 
 def test_dummy_weights_need_a_configuration_alone(tmp_path: Path, tiny_model: Callable[[str], Any]) -> None:

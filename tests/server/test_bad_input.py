@@ -71,6 +71,12 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (COMPLETE, {"prompt": "x", "seed": 1 << 63}, "seed", "expected an integer from -9223372036854775808"),
     (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected Unicode text, and character 0"),
+    (
+        COMPLETE,
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "min_tokens": 5},
+        None,
+        "The sampling parameters forbid every token as output token 1",
+    ),
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": []}, "messages", "messages=[]"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),

@@ -194,7 +194,12 @@ def _cache_bytes(info: ModelInfo, config: EngineConfig, model: Any | None, max_m
             raise ValueError(
                 f"gpu_memory_utilization={config.gpu_memory_utilization}: expected None on a CPU; use kv_cache_bytes"
             )
-        return min(config.kv_cache_bytes or DEFAULT_CACHE_BYTES, _free_bytes(info) // 2)
+        most = _free_bytes(info) // 2
+        if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
+            raise ValueError(
+                f"kv_cache_bytes={config.kv_cache_bytes}: expected at most half of the memory, {most} bytes"
+            )
+        return config.kv_cache_bytes or min(DEFAULT_CACHE_BYTES, most)
     if config.kv_cache_bytes is not None:
         _check_free(info, "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes)
         return config.kv_cache_bytes

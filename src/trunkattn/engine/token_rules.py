@@ -130,12 +130,12 @@ def error_of(request: Request, code: int) -> tuple[str, bool]:
     place = request.num_output_tokens
     if code == NOT_FINITE:
         return (
-            f"logits of output token {place}: expected finite numbers, and the model computed NaN or infinity; try "
+            f"The model computed NaN or infinity for output token {place}: expected finite logits; try "
             f"dtype='float32', or another checkpoint"
         ), False
     if request.logits_state is not None and request.logits_state.error is not None:
         return request.logits_state.error, True
     return (
-        f"logits of output token {place}: expected a token that is left to choose, and the sampling parameters forbid "
-        f"all of them; relax structured_outputs, allowed_token_ids, bad_words, min_tokens or logits_processors"
+        f"The sampling parameters forbid every token as output token {place}: expected one that is left to choose; "
+        f"relax structured_outputs, allowed_token_ids, bad_words, min_tokens or logits_processors"
     ), True

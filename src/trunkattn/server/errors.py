@@ -55,8 +55,9 @@ def error_response(
 
 
 def param_of(message: str) -> str | None:
-    """The name in a message of the library: `name=value: expected ...` or `name[0] has ...`."""
-    match = re.match(r"([A-Za-z_]\w*(?:\[\d+\]|\.\w+)*)[ =:]", message)
+    """The name in a message of the library: `name=value: expected ...` or `name[0] has ...`. It begins with a small
+    letter; a message that begins with a capital one is about no field."""
+    match = re.match(r"([a-z_]\w*(?:\[\d+\]|\.\w+)*)[ =:]", message)
     return match[1] if match else None
 
 
