@@ -28,7 +28,7 @@ DECODE_SPILLS = {
     (96, 2): {"loaded": (0, 0, 0)},
     (64, 1): {"widened": (8, 8, 8), "gathered": (0, 0, 24)},
     (128, 2): {"loaded": (0, 0, 0), "gathered": (200, 288, 312)},
-    (128, 1): {"widened": (0, 72, 40), "gathered": (16, 104, 104)},
+    (128, 1): {"widened": (0, 72, 40), "gathered": (16, 104, 160)},  # the last is 128 with Triton 3.6
     (256, 2): {"loaded": (304, 320, 328), "gathered": (496, 512, 536)},
     (256, 1): {"widened": (16, 24, 32), "gathered": (48, 128, 192)},
 }

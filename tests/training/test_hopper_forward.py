@@ -28,9 +28,7 @@ pytestmark = pytest.mark.slow
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 COMPILE = str(Path(__file__).with_name("hopper_report.py"))
 FEW = ("64/64 tree",)  # all others are left to `make test-compile`
-# Bytes of a thread's stack with Triton 3.9, outside of the loop over blocks without a mask
-SPILLED_AT_MOST = 400
-SPILLED_BY_ALL = {"128/128 options tree": 424, "192/128 options tree": 552}  # Triton 3.6 has 208 and 376
+SPILLED_AT_MOST = 400  # bytes of a thread's stack with Triton 3.9, outside of the loop over blocks without a mask
 NAME = "Hopper forward"
 PLAIN = TrainingConfig(128, BF16, 128, ("cu_seqlens_q",))  # which no other fast kernel computes
 
@@ -39,7 +37,7 @@ PLAIN = TrainingConfig(128, BF16, 128, ("cu_seqlens_q",))  # which no other fast
 def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
     for name, used in compile_report(COMPILE, *names).items():
         assert used["shared"] <= ARCHITECTURES[90].shared_per_cta, name
-        assert used["spilled"] <= SPILLED_BY_ALL.get(name, SPILLED_AT_MOST), name
+        assert used["spilled"] <= SPILLED_AT_MOST, name
         assert not used["serialized"], f"{name}: a product waits for the one before"
         assert 0 < used["barriers"] <= BAR_K_EMPTY.value < _BAR_Q_EMPTY.value, name
         fills, acquires, products, releases = used["pipelines"]

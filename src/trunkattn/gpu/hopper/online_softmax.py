@@ -21,11 +21,6 @@ from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_KV_EMPTY, BAR_V_EMPTY
 from trunkattn.numerics import LN_2, LOG2_E
 
 _LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
-# 1 - 2 / (1 + exp2(x)) in one piece: of several the compiler keeps what lies between them for all scores, and spills
-_ONE_LESS_TWO_OVER_ONE_PLUS_EXP2 = gl.constexpr(
-    "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; "
-    "fma.rn.f32 $0, t, 0fC0000000, 0f3F800000; }"
-)
 
 
 class Part(NamedTuple):
@@ -152,8 +147,9 @@ def _columns(scale):
 def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
     """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap. scale: as of `softmax_step`.
     One instruction divides, which is not for the smallest numbers: the divisor is 1 or more."""
-    exponent = scores * _columns(scale * (2.0 * _LOG2_E / SOFT_CAP))
-    return gl.inline_asm_elementwise(_ONE_LESS_TWO_OVER_ONE_PLUS_EXP2, "=f,f", [exponent], gl.float32, True, 1)
+    divisor = 1.0 + gl.exp2(scores * _columns(scale * (2.0 * _LOG2_E / SOFT_CAP)))
+    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], gl.float32, True, 1)
+    return 1.0 - 2.0 * inverse
 
 
 @gluon.jit
