@@ -1,4 +1,4 @@
-"""Prompts laid beside each other: what varies between them, and what is equal again behind it."""
+"""Compares prompts that part at one place: which field varies between them, and which text after it is equal again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,29 +20,30 @@ from trunkattn.analysis.varying import (
     word_start,
 )
 
-ANCHOR: Final = 32  # characters by which a shared part is found again
-MIN_SHARED: Final = 256  # characters of a shared part that are worth a word
-MAX_VARYING: Final = 1024  # characters of a field; what is longer is a prompt's own text
-# Documents that were looked up for a prompt are about as long as each other, so one in front of another is no field.
-_TIMES: Final = 4  # as much must be shared behind what is of no known kind
-MAX_REORDERED: Final = 1 << 15  # characters of a list of tools
+ANCHOR: Final = 32  # characters that must match to find where a shared part begins
+MIN_SHARED: Final = 256  # the shortest shared part that is reported, in characters
+MAX_VARYING: Final = 1024  # the longest field, in characters; longer text belongs to the prompt itself
+# Retrieved documents are about equally long, so one document before another must not count as a field. The text shared
+# after a field of unknown kind must therefore be this many times as long as the field.
+_TIMES: Final = 4
+MAX_REORDERED: Final = 1 << 15  # the longest part that is compared for its order, in characters
 MAX_SHARED: Final = 1 << 18  # characters of a shared part that are compared
-MAX_FIELDS: Final = 8  # that follow each other in one group of prompts
-_WINDOW: Final = 4096  # characters behind the parting by which groups are told apart
-_SPARSE: Final = 8  # one of so many substrings is looked at
+MAX_FIELDS: Final = 8  # fields of one group of prompts
+_WINDOW: Final = 4096  # characters after the parting that decide which group a prompt belongs to
+_SPARSE: Final = 8  # one substring in eight is hashed
 
 
 @dataclass(frozen=True)
 class Field:
-    """A part of a group's prompts that varies, with a part behind it that does not.
+    """A part that varies between the prompts of a group, followed by a part that does not.
 
     Attributes:
         kind: see `Spoiler.kind`.
-        start: first character of it, in the prompt that is the model of the group.
-        end: character of that prompt behind it.
-        shared: text behind it that all have.
-        is_order: whether it is the same text in another order, which is mended by ordering it, not by moving it.
-        is_bound: whether it stays in front of what is not shared, because the end of the prompt is another message.
+        start: its first character in the group's model prompt.
+        end: one past its last character in that prompt.
+        shared: the text after it that all prompts have.
+        is_order: whether all prompts have the same words there in different orders. Sorting mends that, not moving.
+        is_bound: whether it must stay before the text that is not shared, because the prompt ends in another message.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class Field:
 
 
 class Span(NamedTuple):
-    """Where a field and the shared part behind it are in one prompt, in characters: [start, end) and [end, stop)."""
+    """The characters [start, end) of one prompt are a field, and [end, stop) the shared part after it."""
 
     start: int
     end: int
@@ -62,10 +63,10 @@ class Span(NamedTuple):
 
 
 def groups_of(texts: Sequence[str], children: Sequence[int]) -> Iterator[list[int]]:
-    """Positions of texts that have something in common behind the place where they part, largest groups first.
+    """Groups of texts that have something in common after the place where they part, largest first, as positions.
 
-    Prompts of different applications may part at the same place. Those of one have substrings in common, so the texts
-    that contain one are a group, if they come from at least two children.
+    Prompts of different applications may part at the same place. Prompts of one application share substrings, so all
+    texts that contain the same substring are a group, if they come from at least two children.
     """
     start = common_length(texts)
     grams = [_grams(text[start : start + _WINDOW]) for text in texts]
@@ -81,7 +82,7 @@ def groups_of(texts: Sequence[str], children: Sequence[int]) -> Iterator[list[in
 
 
 def _grams(text: str) -> NDArray[np.uint64]:
-    """Hashes of some of a text's substrings, the same ones wherever they stand."""
+    """Hashes of a sample of a text's substrings. Whether a substring is sampled depends on its characters only."""
     data = np.frombuffer(to_bytes(text), dtype=np.uint8).astype(np.uint64)
     if len(data) < ANCHOR:
         return np.zeros(0, dtype=np.uint64)
@@ -91,9 +92,10 @@ def _grams(text: str) -> NDArray[np.uint64]:
 
 
 def fields_of(texts: Sequence[str]) -> list[Field]:
-    """The fields that vary in a group of texts, one after the other, while each has a shared part behind it.
+    """The fields that vary in a group of texts, in their order, as long as each is followed by a shared part.
 
-    The first text is the group's model. Places in the others may differ, because fields have different lengths.
+    The first text is the group's model prompt. A field may begin at another place in another text, because the fields
+    before it differ in length.
     """
     places = [common_length(texts)] * len(texts)
     found: list[Field] = []
@@ -111,7 +113,7 @@ def fields_of(texts: Sequence[str]) -> list[Field]:
 
 
 def _moving(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int]] | None:
-    """The field at the places where texts part, and its end in each; None: nothing long is shared soon behind it."""
+    """The field where the texts part, and its end in each text. None if no long shared part follows soon."""
     windows = [text[place : place + MAX_VARYING + ANCHOR] for text, place in zip(texts, places, strict=True)]
     for offset in range(max(0, len(windows[0]) - ANCHOR + 1)):
         anchor = windows[0][offset : offset + ANCHOR]
@@ -136,15 +138,15 @@ def _moving(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int]] 
 
 
 def _shared(texts: Sequence[str], places: Sequence[int]) -> str:
-    """What all texts have from their places on."""
+    """The longest text that all texts have in common from their places on."""
     rests = [text[place : place + MAX_SHARED] for text, place in zip(texts, places, strict=True)]
     return rests[0][: common_length(rests)]
 
 
 def _reordered(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int]] | None:
-    """The part at the places where texts part that is the same in another order, and its end in each.
+    """The part where the texts part that holds the same words in different orders, and its end in each text.
 
-    An order changes no length, so behind such a part the texts are equal at equal distances again.
+    Reordering keeps the length, so the texts are equal again at the same distance from where they part.
     """
     starts = [word_start(text, place) for text, place in zip(texts, places, strict=True)]
     windows = [text[start : start + MAX_REORDERED] for text, start in zip(texts, starts, strict=True)]
@@ -164,7 +166,7 @@ def _reordered(texts: Sequence[str], places: list[int]) -> tuple[Field, list[int
 
 
 def spans_in(text: str, model: str, fields: Sequence[Field]) -> list[Span]:
-    """Where the fields of a group are in a text, as many of them as it has, from the first on."""
+    """The places of a group's fields in a text: all fields up to the first one that the text lacks."""
     place = fields[0].start
     if text[:place] != model[:place]:
         return []
@@ -185,13 +187,13 @@ def spans_in(text: str, model: str, fields: Sequence[Field]) -> list[Span]:
 
 
 def _end_of(text: str, place: int, field: Field) -> int:
-    """Where a field ends that begins at a place; -1: what all share is not soon behind it."""
+    """The end of a field that begins at `place`; -1 if the shared part does not follow soon."""
     return text.find(field.shared[:ANCHOR], place, place + MAX_VARYING + CONTEXT + ANCHOR)
 
 
 def moved(text: str, spans: Sequence[Span], fields: Sequence[Field], model: str) -> str:
-    """A text whose fields stand at its end, or behind the last part that is shared if they are bound; what was in
-    another order is in the model's. At the end they part neither these prompts nor those that share still more."""
+    """The text with its fields moved to the end, or behind the last shared part if they are bound. Reordered parts get
+    the model prompt's order. At the end, fields part neither these prompts nor those that share still more."""
     shared: list[str] = []
     behind: list[str] = []
     last: list[str] = []

@@ -1,6 +1,7 @@
-"""What spoils sharing in logs without text whose hashes number a block by its contents alone: the block, not the field.
+"""Finds blocks that spoil sharing, in logs without text whose hashes depend on a block's contents only.
 
-Most logs chain their hashes, each over all that precedes its block. They do not tell what is equal behind a parting.
+Most logs chain their hashes: each covers everything up to the end of its block. Such hashes cannot show that prompts
+are equal again after they part.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,8 @@ from trunkattn.analysis.partings import Parting, partings
 from trunkattn.analysis.records import Log, Spoiler
 from trunkattn.analysis.tokens import chained
 
-MAX_VARYING: Final = 256  # tokens that vary, or two blocks where these are larger
-MIN_SHARED: Final = 64  # tokens that are equal behind them
+MAX_VARYING: Final = 256  # the longest varying part, in tokens; two blocks if those are longer
+MIN_SHARED: Final = 64  # the shortest equal part after it, in tokens
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class BlockFinding:
     """A spoiler, and what is needed to replay the log without it.
 
     Attributes:
-        spoiler: what is told of it.
+        spoiler: the report's entry.
         members: positions in the log of the requests that have it, int64.
-        depth: blocks before it.
+        depth: blocks before the varying ones.
         varying: blocks that vary.
-        shared: blocks behind these that are equal in all.
+        shared: blocks after these that are equal in all members.
     """
 
     spoiler: Spoiler
@@ -38,11 +39,11 @@ class BlockFinding:
 
 
 def find_in_blocks(log: Log, least: int) -> list[BlockFinding]:
-    """Places where prompts part although their blocks are equal again soon behind, at the same distance.
+    """The places where prompts part although their blocks are equal again soon after, at the same distance.
 
     Args:
         log: a log with `contents`.
-        least: requests that must leave the largest group.
+        least: the fewest requests outside the largest group at a place that is reported.
     """
     assert log.contents is not None
     found = []
@@ -57,7 +58,7 @@ def find_in_blocks(log: Log, least: int) -> list[BlockFinding]:
 
 
 def _at(log: Log, contents: Sequence[NDArray[np.int64]], parting: Parting, least: int) -> BlockFinding | None:
-    """The finding at one place with the fewest blocks that vary; None: no blocks are equal again."""
+    """The finding at one place with the fewest varying blocks. None if the blocks are not equal again."""
     if not len(parting.members):
         return None
     block_size = log.requests[parting.members[0]].block_size
@@ -81,7 +82,7 @@ def _at(log: Log, contents: Sequence[NDArray[np.int64]], parting: Parting, least
 
 
 def _num_equal(blocks: list[NDArray[np.int64]]) -> int:
-    """Leading blocks that are equal in all."""
+    """Number of leading blocks that all arrays have in common."""
     length = min(map(len, blocks))
     differs = np.zeros(length, dtype=bool)
     for some in blocks[1:]:
@@ -108,7 +109,7 @@ def _spoiler(log: Log, members: NDArray[np.int64], place: tuple[int, int, int], 
 
 
 def without_blocks(log: Log, finding: BlockFinding, members: Sequence[int]) -> Log:
-    """The log as if some requests of a finding had what varies behind what is shared."""
+    """The log as if, in these members of a finding, the shared blocks came before the varying ones."""
     assert log.contents is not None
     requests, contents = list(log.requests), list(log.contents)
     first, second = finding.depth, finding.depth + finding.varying
@@ -117,7 +118,7 @@ def without_blocks(log: Log, finding: BlockFinding, members: Sequence[int]) -> L
         end = min(second + finding.shared, requests[member].num_prompt_tokens // requests[member].block_size)
         new = np.concatenate([old[:first], old[second:end], old[first:second], old[end:]])
         contents[member] = new
-        # A last block that the log leaves out has no content that is known; its number stays.
+        # The log may leave out the last, incomplete block. Its contents are unknown then, so its number stays.
         blocks = np.concatenate([chained(new), requests[member].blocks[len(new) : length]])
         requests[member] = replace(requests[member], blocks=blocks)
     return replace(log, requests=requests, contents=contents)

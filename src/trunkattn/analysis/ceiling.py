@@ -1,4 +1,4 @@
-"""The hit rate that no cache exceeds: each prompt finds what some earlier prompt of the log begins with."""
+"""The highest hit rate that any cache can reach: each prompt finds its longest prefix among all earlier prompts."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from trunkattn.analysis.records import Ceiling, LoggedRequest
 
 
 def ceiling_of(requests: Sequence[LoggedRequest]) -> Ceiling:
-    """The share of the prompt tokens that a cache without an end finds, of all requests and of the later half.
+    """The share of the prompt tokens that an unbounded cache finds: for all requests, and for the later half of them.
 
-    Whole blocks of the log are found. A block in which a prompt ends counts with the tokens that the prompt has in it.
+    Blocks of the log are found or missed as a whole. The last block of a prompt counts with the tokens in it.
     """
     lengths = np.array([request.num_prompt_tokens for request in requests], np.int64)
     sizes = np.array([request.block_size for request in requests], np.int64)
@@ -26,14 +26,14 @@ def _share(found: NDArray[np.int64], lengths: NDArray[np.int64]) -> float:
 
 
 def _known_blocks(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Leading blocks of each prompt that some prompt before it has.
+    """Number of leading blocks that each prompt shares with some earlier prompt.
 
-    In prefix order, the prompt that shares most with another is the one beside it. Prompts leave the order from the
-    last one of the log on, so those beside a prompt that leaves are the nearest ones before it in the log.
+    In prefix order, the prompts that share most with a prompt are its neighbours. Prompts are removed from that order
+    from the last one of the log to the first, so the neighbours of the removed prompt are all earlier in the log.
     """
     order, count = in_prefix_order(blocks), len(blocks)
     shared = [num_shared(blocks[order[place]], blocks[order[place + 1]]) for place in range(count - 1)]
-    behind = [0, *shared, 0]  # by place, one off: blocks that the prompt shares with the one behind it in the order
+    behind = [0, *shared, 0]  # [place + 1]: blocks that the prompt shares with its successor in the order
     before, after = list(range(-1, count + 1)), list(range(1, count + 3))
     places = np.empty(count, np.int64)
     places[order] = np.arange(1, count + 1)

@@ -11,7 +11,7 @@ from trunkattn.analysis.records import Analysis, Moment, Snapshot, TrieNode
 ICICLE_PIXELS: Final = 420  # height of a prefix tree
 _SHADES: Final = 5  # colours of shared boxes, by the number of requests
 _LABEL_PIXELS: Final = 17  # height of a line of a label
-_EDGE_PIXELS: Final = 4  # a lower box has no edge, which would hide it
+_EDGE_PIXELS: Final = 4  # the least height of a box with an edge: an edge would hide a lower one
 _ROUND: Final = (1, 2, 5)
 
 
@@ -25,7 +25,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a curve with what it says."""
+    """A point of a curve, with its description."""
 
     x: float
     y: float
@@ -274,7 +274,7 @@ def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[
 
 
 class _Words(NamedTuple):
-    """What is said of a node: all, and the lines of its label."""
+    """The words for a node: its full description, and the lines of its label."""
 
     title: str
     lines: list[str]
@@ -298,7 +298,7 @@ def _legend(colour: int, found: Sequence[int]) -> str:
 
 
 def _stacked(nodes: Sequence[TrieNode]) -> tuple[list[float], list[float]]:
-    """Top and height of each node in percent. A sequence is as high as its tokens are many."""
+    """Top and height of each node in percent. The height of a sequence is proportional to its number of tokens."""
     ending = [node.sequences for node in nodes]
     for node in nodes:
         if node.parent >= 0:

@@ -19,7 +19,7 @@ from trunkattn.analysis.records import TrieNode
 from trunkattn.analysis.words import rates
 
 JSON_VERSION: Final = 1
-_MOST_LINES: Final = 60  # of the forest in a terminal
+_MOST_LINES: Final = 60  # lines of the forest in a terminal
 _FASTER: Final = 1.01  # from this ratio on, sharing is said to save time
 _BAR: Final = 24  # characters of the longest node
 _STYLES: Final = ("#f2b36b", "#a8ddb5", "#7bccc4", "#4eb3d3", "#1f78b0", "#08528f")  # by `charts.shade`
@@ -147,7 +147,7 @@ def _shapes(nodes: list[TrieNode]) -> list[_Shape]:
 
 
 def _folded(shapes: list[_Shape] | tuple[_Shape, ...]) -> Iterator[tuple[int, _Shape]]:
-    """Shapes with how many follow each other alike."""
+    """Each shape once per run of equal shapes, with the length of the run."""
     found = 0
     for index, shape in enumerate(shapes):
         found += 1
@@ -157,8 +157,8 @@ def _folded(shapes: list[_Shape] | tuple[_Shape, ...]) -> Iterator[tuple[int, _S
 
 
 def _grow(tree: Tree, shapes: Iterator[tuple[int, _Shape]], most: tuple[int, int], lines: list[int]) -> None:
-    """Adds shapes to a tree in a terminal. most: tokens of the longest node, and sequences of all. lines [1]: that are
-    left; below 0: so many were left out."""
+    """Adds shapes to a tree in a terminal. most: tokens of the longest node, and the number of all sequences. lines
+    [1]: lines that may still be printed; a negative number counts those left out."""
     longest, total = most
     for number, (tokens, sequences, children) in shapes:
         lines[0] -= 1

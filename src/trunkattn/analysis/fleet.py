@@ -1,4 +1,4 @@
-"""Several engines, each with a cache of its own, and what it is worth to send requests where their prefix is."""
+"""Replays a log on several engines, each with its own cache, to find what prefix-aware routing is worth."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,16 +14,18 @@ from trunkattn.analysis.replay import Outcome
 from trunkattn.analysis.simulated import EngineSize, Job
 from trunkattn.analysis.timed import ALONE, SHARED, TimedEngine
 
-_OVERLOAD: Final = 2.0  # an engine with so many times the mean of unfinished requests, and some, is passed over
+# An engine is passed over if it has more unfinished requests than _OVERLOAD times the mean plus _OVERLOAD_FROM.
+_OVERLOAD: Final = 2.0
 _OVERLOAD_FROM: Final = 8
-_LEAST_PART: Final = 4  # a prefix counts if it is this part of the prompt: what all prompts have tells no engine apart
+# A shared prefix counts from 1/4 of the prompt on: a prefix that all prompts have does not distinguish the engines.
+_LEAST_PART: Final = 4
 _REPORT_EVERY: Final = 256
 
 
 @dataclass
 class Replica:
-    """An engine of a fleet. blocks: how many of its unfinished requests have each block of the log; taken: all that it
-    got."""
+    """An engine of a fleet. blocks: number of its unfinished requests with each block of the log; taken: number of
+    requests that it ever got."""
 
     engine: TimedEngine
     blocks: Counter[int]
@@ -46,7 +48,7 @@ class Replica:
                 del self.blocks[block]
 
     def shared_tokens(self, job: Job) -> int:
-        """Tokens of a prompt's beginning that an unfinished request has too."""
+        """Leading tokens of a prompt whose blocks some unfinished requests have, too."""
         shared = 0
         for block in job.logged.blocks.tolist():
             if block not in self.blocks:
@@ -58,10 +60,10 @@ class Replica:
 class Router:
     """Chooses the engine of each request.
 
-    random and round-robin look at nothing. prefix takes the engine that has most of the prompt in its cache, sharers
-    the one whose unfinished requests have most of it, and of those the one that has most of it cached. A prefix counts
-    from a quarter of the prompt on. Both take the engine with the fewest unfinished requests of several, of these the
-    one that got the fewest so far, and pass over those with far more than the mean.
+    `random` and `round-robin` ignore the prompt. `prefix` takes the engine that has most of the prompt in its cache.
+    `sharers` takes the engine whose unfinished requests have most of it, and among equals the one that has most of it
+    cached. A prefix counts from a quarter of the prompt on. Both break ties by the fewest unfinished requests, then by
+    the fewest requests so far. Both pass over engines with far more unfinished requests than the mean.
     """
 
     def __init__(self, route: str, workload: Workload, seed: int) -> None:
@@ -109,7 +111,7 @@ def run_fleet(
     clock: int,
     progress: Callable[[float], None] | None = None,
 ) -> list[Outcome]:
-    """What becomes of each engine. clock: by which requests come; other arguments as of `replay`.
+    """The outcome of each engine. clock: the one that arrivals follow; other arguments are those of `replay`.
 
     Raises:
         ValueError: the load does not suit the log.
@@ -137,7 +139,7 @@ def run_fleet(
 
 
 def fleet_replay(fleet: Fleet, shared: list[Outcome], alone: list[Outcome]) -> FleetReplay:
-    """What became of a fleet. shared, alone: of its engines, by the clock by which requests came."""
+    """The result of a fleet. shared, alone: outcomes of its engines, with arrivals by either clock."""
     queries = sum(each.stats.prefix_cache_queries for each in shared)
     tokens = [each.answers.num_tokens for each in shared]
     return FleetReplay(

@@ -32,7 +32,7 @@ def list_ns(rule: TilingRule, tiles: TileList) -> int:
 
 
 def _launch_ns(rule: TilingRule, tiles: TileList, tile_index: int, items: NDArray[np.int64]) -> int:
-    """Predicted time of the items of a tile, without the merge."""
+    """Predicted time in ns of the items of one tile, without the merge."""
     costs, shape = rule.priced.costs, rule.tiles[tile_index]
     tile = tile_times(costs, tile_index)
     stage = Stage(
@@ -62,14 +62,14 @@ def _launch_ns(rule: TilingRule, tiles: TileList, tile_index: int, items: NDArra
 
 
 def _segments(items: NDArray[np.int64], subtiles: int) -> list[tuple[int, int]]:
-    """Segments of each item that all of it sees, and those that the subtile with the most sees alone."""
+    """(segments that all rows see, private segments of the fullest subtile) of each item."""
     whole = items[:, SEGMENT_SHARED_END] - items[:, SEGMENT_START]
     private = (items[:, SEGMENT_END] - items[:, SEGMENT_SHARED_END]) // subtiles
     return list(zip(whole.tolist(), private.tolist(), strict=True))
 
 
 def _tokens(tiles: TileList, items: NDArray[np.int64], l2_tokens: int) -> tuple[int, int]:
-    """Tokens that the items read, and those of them that leave memory."""
+    """Tokens that the items read, and tokens that they read from memory, not from the L2 cache."""
     segments = tiles.segments[_within(items[:, SEGMENT_START], items[:, SEGMENT_END])]
     tokens = segments[:, SEGMENT_QUERIES].astype(np.int64) >> 16
     _, first, times = np.unique(segments[tokens > 0, SEGMENT_PLACE], return_index=True, return_counts=True)

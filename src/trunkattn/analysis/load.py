@@ -1,4 +1,4 @@
-"""How the requests of a log come: by time, or so many at a time; and a turn of a session after the one before it."""
+"""When requests of a log arrive: by time, or at a fixed concurrency; each turn of a session after the one before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Workload:
     """The requests of a log that an engine can hold.
 
     Attributes:
-        jobs: log's requests and their answers' lengths, in order.
+        jobs: the log's requests with the lengths of their answers, in order.
         source: their tokens.
         num_left_out: requests that need more pages than the cache has.
         num_guessed: requests for which the log names no answer length.
@@ -77,7 +77,7 @@ class Workload:
 
     @classmethod
     def of(cls, requests: Sequence[LoggedRequest], size: EngineSize, output_tokens: int) -> "Workload":
-        """The requests that fit. output_tokens: answer length of those for which the log names none."""
+        """The requests that fit. output_tokens: answer length where the log names none."""
         lengths = [each.num_output_tokens for each in requests]
         known = [output_tokens if length is None else max(1, length) for length in lengths]
         jobs = list(zip(requests, known, strict=True))
@@ -110,7 +110,7 @@ class Feed:
 
     @property
     def next_time(self) -> float:
-        """Time of the next request; infinity: none is ready."""
+        """Time of the next request; infinity if none is ready."""
         return self._ready[0][0] if self._ready else inf
 
     @property
@@ -125,7 +125,7 @@ class Feed:
         return time, Job(logged, num_output_tokens)
 
     def ended(self, job: Job, time: float) -> None:
-        """Lets the turn after a request begin, at its own time or now."""
+        """Lets the turn after a finished request begin: now, or at its own time if that is later."""
         follower = self._next.get(self.numbers[job.logged.key])
         if follower is not None:
             heappush(self._ready, (max(time, self._times[follower]), follower))

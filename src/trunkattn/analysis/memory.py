@@ -1,4 +1,4 @@
-"""What the memory of cards holds: bytes of a token, and pages of the KV cache beside the weights. No torch here."""
+"""Memory of cards: bytes of a token in the KV cache, and pages that fit beside the weights. No torch here."""
 
 from types import MappingProxyType
 from typing import Final
@@ -13,7 +13,7 @@ _ACTIVATION_BYTES: Final = 2 * 10**9
 
 
 def check_cards(shape: ModelShape, cards: int) -> None:
-    """Raises ValueError unless so many cards can share a layer of the model."""
+    """Raises ValueError unless this number of cards can share a layer of the model."""
     if cards < 1 or shape.num_qo_heads % cards or (shape.num_kv_heads % cards and cards % shape.num_kv_heads):
         raise ValueError(
             f"tp={cards}: expected a number of cards that divides the {shape.num_qo_heads} query heads and divides "

@@ -11,12 +11,14 @@ from typing import Any, Final, NoReturn
 from trunkattn.analysis.model_configs import CONFIGS
 
 _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float32": 4.0})
-_MXFP4_BYTES: Final = 4.25 / 8  # of an expert's number, with its share of the scale
+_MXFP4_BYTES: Final = 4.25 / 8  # bytes of an expert's weight, its share of the scale included
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-_SPARSE_ATTENTION: Final = ("index_topk",)  # fields of a config whose attention reads chosen tokens alone
-# How fields begin by which a config says that some of its layers are no attention over a KV cache.
+# Fields of configurations whose attention reads only selected tokens.
+_SPARSE_ATTENTION: Final = ("index_topk",)
+# Prefixes of fields that say that some layers are no attention over a KV cache.
 _OTHER_LAYERS: Final = ("mamba", "ssm_", "lru_", "linear_attn", "linear_num_", "hybrid_", "attn_type_list", "rwkv")
-_ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})  # each of so many layers sees all
+# In these models every n-th layer has full attention, the others a sliding window.
+_ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,14 @@ class Experts:
     numbers: int
 
     def read(self, num_tokens: int) -> float:
-        """Mean number of experts that some of so many tokens chooses, if each choice is as likely as another."""
+        """Mean number of experts that at least one of `num_tokens` tokens chooses, if all choices are equally
+        likely."""
         return self.count * (1.0 - (1.0 - self.per_token / self.count) ** num_tokens)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as a step sees it.
+    """The sizes of a model that decide what a step costs.
 
     Attributes:
         name: for people.

@@ -13,7 +13,7 @@ _NEW_OBJECTS: Final = 100_000
 
 Result = TypeVar("Result")
 Task = Callable[[Callable[[float], None]], Result]
-"""Does its work, tells the share of it that is done, and returns what a process can send."""
+"""A task calls its argument with the share that is done, and returns a value that a process can send."""
 
 
 def run_all(
@@ -23,12 +23,12 @@ def run_all(
 
     Args:
         tasks: what is to be done.
-        weights: how long each takes, in any unit.
-        progress: called with the share of all of them that is done.
-        num_workers: processes; 1: this one does everything.
+        weights: expected time of each, in any unit.
+        progress: called with the share of all tasks that is done.
+        num_workers: processes; with 1 this process runs all tasks.
 
     Raises:
-        Exception: that of the first task that raised one. The others are stopped then.
+        Exception: the one that the first failing task raised. The other tasks are stopped then.
         RuntimeError: a process was killed.
     """
     done = [0.0] * len(tasks)

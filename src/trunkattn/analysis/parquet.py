@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-_ROWS: Final = 1024  # that are in memory at once
+_ROWS: Final = 1024  # rows in memory at once
 
 
 def rows_of(file: Path) -> Iterator[dict[str, Any]]:
@@ -30,7 +30,7 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _in_microseconds(batch: Any) -> Any:
-    """Rows whose times Python has: nanoseconds, which pandas writes, it does not."""
+    """The rows with all times in microseconds: Python's `datetime` has no nanoseconds, which pandas writes."""
     import pyarrow
 
     for place, column in enumerate(batch.schema):
@@ -41,7 +41,8 @@ def _in_microseconds(batch: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value with texts for bytes, numbers for decimals, texts for dates, and objects for maps, which are pairs."""
+    """A value as JSON has it: bytes and dates become texts, decimals numbers, and maps, which are lists of pairs,
+    objects."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

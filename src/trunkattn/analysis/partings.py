@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 
 
 class Parting(NamedTuple):
-    """Prompts that share their first blocks, and not the next one.
+    """Prompts that share their first blocks but not the next one.
 
     Attributes:
         depth: blocks that all share.
-        members: int64, positions of the prompts that go on, those with equal next blocks beside each other.
-        children: int64, one for each member: equal where the next blocks are.
+        members: int64, positions of the prompts that have a next block, grouped by that block.
+        children: int64, the group of each member: equal numbers mean equal next blocks.
     """
 
     depth: int
@@ -22,10 +22,10 @@ class Parting(NamedTuple):
 
 
 def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
-    """The places at which at least `least` prompts leave the largest group that goes on together, shallow ones first.
+    """The places at which at least `least` prompts part from the largest group, by ascending depth.
 
-    Sorted prompts have equal beginnings beside each other, so the tree's nodes are the intervals over which the number
-    of blocks shared with the next prompt does not fall below a value. One pass with a stack finds them.
+    In sorted order, prompts with equal beginnings are neighbours. So each node of the prefix tree is an interval in
+    which neighbours share at least a certain number of blocks. One pass with a stack finds all such intervals.
 
     Args:
         blocks: chained block numbers of each prompt.
@@ -50,13 +50,13 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
 
 
 def in_prefix_order(blocks: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Positions of prompts in an order in which those with equal beginnings stand beside each other."""
+    """Positions of the prompts in an order in which prompts with equal beginnings are neighbours."""
     keys = [some.tobytes() for some in blocks]
     return sorted(range(len(blocks)), key=keys.__getitem__)
 
 
 def num_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Leading blocks that two prompts have in common."""
+    """Number of leading blocks that two prompts have in common."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -70,7 +70,7 @@ def _parting(depth: int, order: list[int], splits: list[int], blocks: Sequence[N
 
 
 def num_leaving(parting: Parting) -> int:
-    """Prompts that leave the largest group that goes on together."""
+    """Number of members outside the largest group."""
     if not len(parting.children):
         return 0
     return len(parting.children) - int(np.bincount(parting.children).max())

@@ -28,11 +28,11 @@ from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.step import TiledStep
 
-_SHARPNESS: Final = 4  # of the turn from steps bound by weights' bytes to steps bound by their arithmetic
-_LOGITS: Final = 128_256  # of a sequence, for which `EngineTimes.sequence_us` holds
-# All-reduces among cards of one host: their bytes. With two cards the rest of them does not show in measured times.
+_SHARPNESS: Final = 4  # exponent of the transition from steps bound by weight reads to steps bound by arithmetic
+_LOGITS: Final = 128_256  # the vocabulary for which `EngineTimes.sequence_us` was fitted
+# Bandwidth of all-reduces among the cards of one host. Their fixed cost does not show in times measured on two cards.
 _LINK_BYTES_PER_US: Final = 300_000
-_PROMPT_SHARE: Final = 0.7  # of the rate of matrix products that the attention of prompts reaches
+_PROMPT_SHARE: Final = 0.7  # the attention of prompts reaches this share of the rate of matrix products
 _CACHE_DTYPES: Final = MappingProxyType(
     {"auto": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 )
@@ -60,13 +60,13 @@ class AttentionTimes(NamedTuple):
 
 
 class OtherTimes(NamedTuple):
-    """Predicted µs of a step besides attention.
+    """Predicted µs of a step without its attention.
 
     Attributes:
-        weights: matrix products with weights, of decodes and prompt chunks.
-        sampling: of the next tokens.
-        layers: norms, rotations and what else each layer has, and what cards tell each other.
-        prompts: what a step takes besides because it has prompt chunks.
+        weights: matrix products with weights, for decodes and prompt chunks.
+        sampling: drawing the next tokens.
+        layers: norms, rotations and other work of each layer, and all-reduces between cards.
+        prompts: fixed time that a step with prompt chunks takes in addition.
     """
 
     weights: float
@@ -153,7 +153,7 @@ class Prices:
         return AttentionTimes(alone, shared)
 
     def read_shares(self, batch: DecodeBatch) -> tuple[float, float]:
-        """Shares of the sequences' KV that a decode step reads, one by one and shared: all of it, unless layers have a
+        """Shares of the sequences' KV that a decode step reads, one by one and shared. Both are 1 unless layers have a
         sliding window."""
         alone = shared = 0
         for window, layers in self.shape.layers_by_window.items():
@@ -183,12 +183,12 @@ class Prices:
         tokens: NDArray[np.int64],
         unique_tokens: NDArray[np.int64],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Attention, one by one and shared, of steps much like one that was priced.
+        """Attention [steps] in µs, one by one and shared, of steps that differ little from one that was priced.
 
         Args:
-            times: of the step that was priced.
+            times: predicted for the step that was priced.
             priced: its tokens, and its tokens with each shared one counted once.
-            tokens, unique_tokens: [steps] of the steps.
+            tokens, unique_tokens: [steps] the same numbers for each of the other steps.
         """
         launches_us = self.shape.num_layers * self.times.flash_us
         fixed_us, shared_fixed_us = min(launches_us, times.alone_us), min(launches_us, times.shared_us)
@@ -198,19 +198,19 @@ class Prices:
         return alone, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
 
     def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
-        """FlashAttention of one layer. tokens: that its sequences see, in all; unique_tokens: with each shared one
-        counted once."""
+        """FlashAttention of one layer, in µs. tokens: sum over the sequences of the tokens that each sees;
+        unique_tokens: the same with each shared token counted once."""
         numbers = self.rule.head_bytes * self.rule.num_kv_heads / self._number_bytes
         read_us = unique_tokens * numbers * self._number_bytes / self.times.flash_bytes_per_us
         return self.times.flash_us + read_us + tokens * numbers * 2 / self.times.flash_keys_per_us
 
     def other_us(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> float:
-        """A step without attention: the sum of `other`, whose arguments it has."""
+        """A step without its attention, in µs: the sum of `other`, with the same arguments."""
         return sum(self.other(num_sequences, num_decodes, num_prompt_tokens))
 
     def other(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> OtherTimes:
-        """The parts of a step without attention. num_sequences: that are sampled, of which so many decode;
-        num_prompt_tokens: of the prompt chunks that it computes."""
+        """The parts of a step without its attention. num_sequences: sequences that get a token; num_decodes: those of
+        them that decode; num_prompt_tokens: tokens of the step's prompt chunks."""
         shape, times, cards = self.shape, self.times, self.tensor_parallel
         num_tokens = num_decodes + num_prompt_tokens
         bytes_us = shape.bytes_read(num_tokens) / cards / self.card.model.times.bytes_per_us
@@ -226,8 +226,8 @@ class Prices:
         )
 
     def prompt_attention_us(self, pairs: float) -> float:
-        """Attention of prompt chunks, of all layers. pairs: of a prompt token and a token that it sees, without
-        windows."""
+        """Attention of prompt chunks in all layers, in µs. pairs: number of (prompt token, token that it sees) pairs,
+        sliding windows ignored."""
         shape = self.shape
         numbers = shape.head_dim + (shape.latent_dim or shape.head_dim)
         flops = 2 * pairs * numbers * shape.num_qo_heads / self.tensor_parallel
@@ -244,7 +244,7 @@ class Prices:
 
 
 def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:
-    """Tokens that some sequence of a decode step sees, each shared one counted once."""
+    """Number of tokens that the sequences of a decode step see, each shared token counted once."""
     forest = batch.forest
     if window == UNLIMITED:
         return int((forest.token_end - forest.token_start).sum())

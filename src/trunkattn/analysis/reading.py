@@ -126,8 +126,8 @@ def _names(fields: Fields) -> str:
 class _Tally:
     """Lines that were seen and lines that were left out.
 
-    With `strict` reading ends at a fault. It is told when the requests before it have been looked at, some of which
-    wait in a batch: the first line with a fault is to be named.
+    With `strict`, reading ends at the first line with a fault. That line is reported only after all requests before it
+    have been checked, because some of them still wait in a batch and may have a fault, too.
     """
 
     source: str
@@ -147,7 +147,7 @@ class _Tally:
             self.skipped.append(line)
 
     def find(self, line: SkippedLine) -> None:
-        """Notes a fault, if nothing may be wrong."""
+        """Notes a fault if reading is strict and no earlier line has one."""
         if self.strict and (self.fault is None or line.line < self.fault.line):
             self.fault = line
 
@@ -158,7 +158,7 @@ class _Tally:
             raise ValueError(f"{self.source}, {self.unit} {self.fault.line}: {self.fault.reason}; {right}")
 
     def units(self, number: int) -> str:
-        """A number of lines, or of what they are."""
+        """A count with the log's unit, such as "3 lines" or "1 entry"."""
         return f"{number:,} entries" if self.unit == "entry" and number != 1 else plural(number, self.unit)
 
     def lines(self, lines: Iterable[Line | SkippedLine]) -> Iterator[Line]:
@@ -177,8 +177,8 @@ class _Tally:
             self.skip(line)
 
     def entries(self, entries: Iterable[Told]) -> Iterator[Entry]:
-        """The entries of lines that are right. What a format tells of other lines at the end is not asked for behind a
-        fault, because it does not know all of them."""
+        """The entries of lines without a fault. Iteration ends at a fault, so a format's final remarks about repeated
+        calls, which need all lines, are not read then."""
         for entry in entries:
             if self.fault is not None:
                 return
@@ -212,8 +212,8 @@ class _Collected:
     turns: list[int | None] = field(default_factory=list)
     texts: Texts = field(default_factory=Texts)
     contents: list[NDArray[np.int64]] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)  # of calls that have a number
-    parts: dict[int, int] = field(default_factory=dict)  # requests of a line so far, less one
+    places: dict[int, int] = field(default_factory=dict)  # call number -> place among the requests
+    parts: dict[int, int] = field(default_factory=dict)  # number of the newest request of each line, from 0
     tokens_told: int = 0
     tokens_found: int = 0
 
@@ -236,7 +236,7 @@ class _Collected:
                     self._add(entry, encode_tokens(entry.prompt.ids))
 
     def _text(self, entry: Entry) -> str | None:
-        """What is tokenized; None: the prompt has hashes or ids alone, or is left out."""
+        """The text of a prompt; None if it has only hashes or token ids, or is left out."""
         if isinstance(entry.prompt, Hashes):
             return None
         if isinstance(entry.prompt, TokenIds):
@@ -313,7 +313,7 @@ class _Collected:
         return "block hashes" if any(len(ids) for ids in self.contents) else "the log's own counts"
 
     def _repeated(self) -> set[int]:
-        """The places of calls that others tell, too, to which they hand what these do not know."""
+        """The places of calls that repeat another call. Each first gives that call the fields that it lacks."""
         found: set[int] = set()
         for call, kept, is_same in self.tally.repeated:
             place, other = self.places.get(call), self.places.get(kept)
@@ -328,8 +328,8 @@ class _Collected:
         return found
 
     def _order(self, repeated: set[int]) -> list[int]:
-        """The places of the requests that stay, in order of arrival, and those of one moment as they stand in the log.
-        Where some have times, those without are left out: they could be anywhere."""
+        """The places of the requests that stay, in order of arrival; requests of one moment keep the log's order. If
+        some requests have times, those without are left out, because their place is unknown."""
         places = [place for place in range(len(self.requests)) if place not in repeated]
         timed = [place for place in places if self.arrivals[place] is not None]
         if not timed:
@@ -341,7 +341,7 @@ class _Collected:
         return sorted(timed, key=lambda place: (self.arrivals[place] or 0.0, self.requests[place].key))
 
     def _finished(self, order: Sequence[int]) -> list[LoggedRequest]:
-        """The requests in order, with times since the first of them and turns."""
+        """The requests in order, with their turns and their times since the first request."""
         start = self.arrivals[order[0]]
         counts: dict[str, int] = {}
         finished = []
@@ -355,7 +355,7 @@ class _Collected:
         return finished
 
     def _late(self, order: Sequence[int]) -> list[int]:
-        """Lines of requests that arrived before one that stands further up, of which the first is a fault."""
+        """The lines of requests that arrived before a request further up. The first of them is noted as a fault."""
         by_line = sorted(order, key=lambda place: self.requests[place].line)
         arrivals = np.array([self.arrivals[place] or 0.0 for place in by_line])
         latest = np.maximum.accumulate(arrivals) if len(arrivals) else arrivals
@@ -396,7 +396,7 @@ class _Collected:
 
 
 def depend_on_contents_alone(blocks: Sequence[NDArray[np.int64]]) -> bool:
-    """Whether a log's hashes come again behind other hashes, so that they number a block without what precedes it."""
+    """Whether a log's hashes depend on a block's contents only: then a hash recurs after different predecessors."""
     ids = np.concatenate([np.zeros(0, np.int64), *blocks])
     before = np.roll(ids, 1)
     starts = np.cumsum([0, *(len(some) for some in blocks)])

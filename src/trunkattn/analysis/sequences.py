@@ -41,16 +41,16 @@ class LoggedTokens:
         self._length += 1
 
     def grow(self, num_tokens: int) -> None:
-        """Takes so many more tokens of the answer."""
+        """Takes `num_tokens` more tokens of the answer."""
         self._length += num_tokens
 
 
 class TokenSource:
-    """The tokens that stand for a log's prompts and answers: equal where the log's are, as far as it tells.
+    """The tokens that stand for a log's prompts and answers: equal wherever the log shows that the originals are equal.
 
-    The tokens of a block are the lower and the upper half of its number in turns, because the cache compares whole
-    prefixes. A turn of a session begins with the prompt before it and the answer to that, also within the block in
-    which that prompt ended.
+    The tokens of a block alternate between the lower and the upper half of its number, because the cache compares whole
+    prefixes. A later turn of a session begins with the earlier prompt and its answer, also within the block in which
+    the earlier prompt ends.
     """
 
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
@@ -103,6 +103,6 @@ class TokenSource:
 
 
 def _spelled(blocks: NDArray[np.int64], block_size: int) -> NDArray[np.int32]:
-    """Tokens that stand for blocks of so many tokens."""
+    """The tokens that stand for blocks of `block_size` tokens."""
     halves = np.ascontiguousarray(blocks, "<i8").view(np.int32).reshape(-1, 2)
     return np.tile(halves, -(-block_size // 2))[:, :block_size].ravel()

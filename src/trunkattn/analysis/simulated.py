@@ -86,8 +86,8 @@ class Ends(NamedTuple):
 class SimulatedEngine:
     """An engine that computes nothing.
 
-    `schedule` and `update` are one step, as in the engine. Where only decodes are to happen, `decodes` says how the
-    next steps look, and `run` takes as many of them as the caller wants.
+    `schedule` and `update` together are one step, as in the engine. While nothing but decodes can happen, `decodes`
+    describes the next steps, and `run` computes as many of them as the caller wants.
     """
 
     def __init__(self, size: EngineSize, source: TokenSource) -> None:
@@ -115,7 +115,7 @@ class SimulatedEngine:
         return [self._jobs[request.owner_id].logged.key for request in requests]
 
     def add(self, job: Job) -> None:
-        """Queues a request of the log, which `EngineSize.fits`."""
+        """Queues a request for which `EngineSize.fits` is true."""
         logged, first = job.logged, self._num_sequences
         self._num_sequences += logged.num_answers
         sequences = [
@@ -170,8 +170,8 @@ class SimulatedEngine:
         return Ends(started, ended, finished)
 
     def decodes(self) -> Steps | None:
-        """The steps that come next, in which the running sequences decode and nothing else happens, as long as pages
-        are left; None: something else may happen in the next one."""
+        """The next steps, if the running sequences decode in them and nothing else happens while pages are left. None
+        if something else may happen in the next step."""
         running = self.scheduler.running
         if not self._is_quiet or not running:
             return None
@@ -185,7 +185,7 @@ class SimulatedEngine:
         return Steps(len(running), [], tokens, unique)
 
     def run(self, count: int) -> int:
-        """Computes up to so many steps of `decodes`, fewer if pages run out; returns how many."""
+        """Computes up to `count` steps of `decodes`, fewer if pages run out. Returns how many."""
         running, page_size = self.scheduler.running, self.cache.page_size
         computed = self._computed()
         phases = (-computed) % page_size  # steps until a sequence needs a page
@@ -217,12 +217,12 @@ class SimulatedEngine:
         return np.fromiter((request.num_computed_tokens for request in running), np.int64, len(running))
 
     def _unique_tokens(self, ends: NDArray[np.int64], pages: NDArray[np.int64] | int) -> Any:
-        """Tokens in so many pages, if the last page of each sequence is its own. ends: [sequences, ...] lengths."""
+        """Tokens in `pages` pages if no sequence shares its last page. ends: [sequences, ...] lengths."""
         return pages * self.cache.page_size - (-ends % self.cache.page_size).sum(axis=0)
 
     def _is_blocked(self, batch: ScheduledBatch) -> bool:
-        """Whether the first request that waits will go on waiting until pages are freed. It was refused in this step,
-        and pages only become fewer. A page in flight is another reason, which passes."""
+        """Whether the first waiting request waits until pages are freed. It was refused in this step, and the number of
+        free pages only falls. If it waits for a page that is being computed, it is not blocked."""
         if self._source.knows_answers:
             return False
         in_flight = PagesInFlight(self.cache.page_size)

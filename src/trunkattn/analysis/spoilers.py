@@ -16,17 +16,18 @@ from trunkattn.analysis.partings import Parting, num_leaving, partings
 from trunkattn.analysis.records import Log, Spoiler
 from trunkattn.analysis.settings import Progress
 
-MOST: Final = 20  # spoilers that are told
-LEAST_REQUESTS: Final = 4  # that must leave the largest group, and this share of the log's requests
+MOST: Final = 20  # spoilers that are reported
+# The fewest requests outside the largest group at a place that is reported: as a number, and as a share of the log.
+LEAST_REQUESTS: Final = 4
 LEAST_SHARE: Final = 1 / 1000
-_SAMPLE: Final = 48  # requests of a parting that are laid beside each other, and those of the largest children besides
+_SAMPLE: Final = 48  # requests of a parting that are compared, in addition to two of each of the largest children
 _LARGEST: Final = 16
-_TRIED: Final = 8  # groups of a parting without a field, behind which no other group is tried
+_TRIED: Final = 8  # groups of a parting without a field after which the search there ends
 _ROUNDS: Final = 32  # samples of one parting
 _EXAMPLES: Final = 3
 _EXAMPLE_LENGTH: Final = 200
 _BATCH: Final = 256  # prompts that are encoded at once
-# How chat templates, and our own rendering, mark whose message begins.
+# The marks with which chat templates, and our own rendering, begin a message of a role.
 _ROLE: Final = re.compile(
     r"(?:<\|(?:im_start\|>|start_header_id\|>|start\|>)?|<start_of_turn>|<\uff5c)"
     r"(?P<role>system|developer|user|assistant|model|tool)|(?P<asks>\[INST\])|(?P<answers>\[/INST\])",
@@ -40,10 +41,10 @@ class TextFinding:
     """A spoiler, and what is needed to replay the log without it.
 
     Attributes:
-        spoiler: what is told of it.
+        spoiler: the report's entry.
         members: positions in the log of the requests that have it, int64.
-        fields: the part that varies, behind those that vary before it in the same prompts and spoil more.
-        model: the prompt that the fields' places refer to.
+        fields: the fields that precede the finding's own in the same prompts and spoil more, then its own.
+        model: the model prompt, in which the fields have their places.
     """
 
     spoiler: Spoiler
@@ -58,13 +59,13 @@ Finding: TypeAlias = TextFinding | BlockFinding
 def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
     """Finds fields that keep prompts from sharing what follows them.
 
-    At each place where many prompts part, a sample of them is laid beside each other. A field is told where a short
-    part varies and at least as much text behind it is equal again. Prompts whose own text begins there have no such
-    part. The gains are left open: `rewritten` gives the log that a replay compares.
+    At each place where many prompts part, a sample of them is compared. A field is reported where a short part varies
+    and at least as much text after it is equal again. Prompts that part because their own text begins have no such
+    field. The gains are not filled in: `rewritten` makes the log whose replay shows them.
 
     Returns:
-        The most expensive findings first, `MOST` at most. A log without texts has only blocks to tell, and only where
-        their hashes are of their contents alone.
+        At most `MOST` findings, the most expensive first. In a log without texts the findings are blocks, and there are
+        some only if its hashes depend on a block's contents only.
     """
     least = max(LEAST_REQUESTS, int(len(log.requests) * LEAST_SHARE))
     found: list[Finding] = []
@@ -82,14 +83,14 @@ def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
 
 
 def rewritten(log: Log, finding: Finding, max_requests: int | None = None) -> Log:
-    """The log as if the finding's field, and those before it in the same prompts, stood behind all that is shared.
+    """The log as if the finding's field, and those before it in the same prompts, came after all that is shared.
 
     Fields move to the end of the prompt, or to the end of what all share within the message of a user.
 
     Args:
         log: the log in which the finding was found.
         finding: one of `find_spoilers`.
-        max_requests: leave requests behind the first so many as they are, because nobody replays them; None: none.
+        max_requests: only the first `max_requests` requests are rewritten, because only these are replayed; None: all.
     """
     members = finding.members[finding.members < (max_requests or len(log.requests))].tolist()
     if isinstance(finding, BlockFinding):
@@ -113,9 +114,9 @@ class _Search:
 
     Attributes:
         log, texts: the log and its prompts.
-        least: requests that must leave the largest group.
-        claimed: for each request the end of the last field that was found in it, in characters. Deeper partings within
-            it are the same field.
+        least: the fewest requests outside the largest group at a place that is searched.
+        claimed: for each request, the end of the last field that was found in it, in characters. A parting before that
+            end belongs to the same field.
     """
 
     log: Log
@@ -124,8 +125,8 @@ class _Search:
     claimed: NDArray[np.int64]
 
     def at(self, parting: Parting) -> list[TextFinding]:
-        """The findings at one place. Where many applications part, those with few requests come in later samples, when
-        the others' requests are out of the way."""
+        """The findings at one place. If many applications part there, those with few requests are found in later
+        samples, after the requests of the others have been taken out."""
         found: list[TextFinding] = []
         for _ in range(_ROUNDS):
             more = self._in_sample(parting)
@@ -220,7 +221,7 @@ class _Search:
 
 
 def _sampled(parting: Parting) -> list[int]:
-    """Places in a parting's members that are looked at: some at equal distances, and two of each large child."""
+    """The members of a parting that are compared: some at equal distances, and two of each large child."""
     count = len(parting.members)
     chosen = set(np.linspace(0, count - 1, min(count, _SAMPLE)).round().astype(int).tolist())
     sizes = np.bincount(parting.children)
@@ -230,7 +231,8 @@ def _sampled(parting: Parting) -> list[int]:
 
 
 def _movable(fields: list[Field], model: str) -> list[Field]:
-    """The fields, so far as they can be moved: what a user or the model says stays in its message."""
+    """The fields up to the last that can be moved. A field in a message of the user or the model stays in its
+    message."""
     for number, one in enumerate(fields):
         if _role(model[: one.start]) not in {f"{role} message" for role in _SPOKEN}:
             continue
@@ -243,7 +245,7 @@ def _movable(fields: list[Field], model: str) -> list[Field]:
 
 
 def _role(text: str) -> str | None:
-    """Whose message the end of a text is in, for people; None: no template's mark tells."""
+    """The message in which a text ends, such as "user message"; None if the text has no mark of a chat template."""
     last = deque(_ROLE.finditer(text), maxlen=1)
     if not last:
         return None

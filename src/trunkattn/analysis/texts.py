@@ -1,4 +1,4 @@
-"""The texts of a log, compressed and in a file without a name, because they are large and each is looked at rarely."""
+"""The texts of a log, compressed in an unnamed temporary file, because they are large and each is read rarely."""
 
 import os
 import tempfile
@@ -10,13 +10,13 @@ from typing import IO, overload
 
 
 class _File:
-    """Bytes one behind the other in a file that no other program can open, and that ends with this process.
+    """Bytes appended to a file that no other program can open and that vanishes with this process.
 
-    Processes that fork read it beside each other, because a read names its place.
+    Forked processes can read it at the same time, because each read names its place.
     """
 
     def __init__(self) -> None:
-        """Has nothing. The file is made for the first bytes."""
+        """Begins empty. The file is made when the first bytes are appended."""
         self._end = 0
 
     @cached_property
@@ -44,12 +44,12 @@ class _File:
         return place
 
     def read(self, place: int, length: int) -> bytes:
-        """Bytes of a place."""
+        """The `length` bytes at `place`."""
         return os.pread(self._file.fileno(), length, place)
 
 
 class Texts(Sequence[str]):
-    """Texts of which the memory holds 16 bytes each."""
+    """A sequence of texts that keeps only 16 bytes of each text in memory."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         """Keeps some texts."""

@@ -1,4 +1,4 @@
-"""A simulated engine with clocks: what each step takes, one by one and shared, and when answers begin and end."""
+"""A simulated engine with two clocks: the times of steps and answers without sharing and with it."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from trunkattn.analysis.simulated import Ends, EngineSize, Job, SimulatedEngine,
 from trunkattn.analysis.tables import BlockTable
 from trunkattn.analysis.timeline import Album, Sums, Timeline
 
-ALONE: Final = 0  # the clocks
-SHARED: Final = 1
-_PRICE_AGAIN: Final = 0.04  # change of sequences or tokens from which a forest is priced anew
+ALONE: Final = 0  # the clock of an engine without sharing
+SHARED: Final = 1  # the clock of an engine with sharing
+_PRICE_AGAIN: Final = 0.04  # a change of this share in sequences or tokens makes a new price necessary
 _SECONDS: Final = 1e-6  # in a µs
 
 
 class _Priced(NamedTuple):
-    """A decode step that was priced, by which those like it are. read_shares: see `Prices`."""
+    """A decode step whose price is scaled for similar steps. read_shares: see `Prices`."""
 
     decoding: int
     tokens: int
@@ -29,7 +29,7 @@ class _Priced(NamedTuple):
     read_shares: tuple[float, float]
 
     def is_like(self, steps: Steps) -> bool:
-        """Whether steps differ so little from it that its price may be scaled."""
+        """Whether the steps differ so little from this one that its price can be scaled for them."""
         pairs = (
             (self.decoding, steps.decoding),
             (self.tokens, steps.tokens[0]),
@@ -40,15 +40,15 @@ class _Priced(NamedTuple):
 
 @dataclass
 class Answers:
-    """What users see, on each clock: sums of seconds.
+    """Latencies that users see, as sums over requests, on each clock.
 
     Attributes:
-        num_requests, num_tokens: that ended, and generated tokens.
-        first: requests whose first token came.
+        num_requests, num_tokens: requests that have ended, and generated tokens.
+        first: requests that have got their first token.
         to_first: [clocks] seconds from arrival to the first token.
         after_first: [clocks] seconds from a sequence's first token to its last.
-        tokens_after_first: tokens of these times.
-        paces: [clocks] seconds per token of each sequence with several, one after the other.
+        tokens_after_first: tokens generated in these seconds.
+        paces: seconds per token on both clocks, pair after pair, for each sequence of several tokens.
     """
 
     num_requests: int = 0
@@ -64,27 +64,27 @@ class TimedEngine:
     """A `SimulatedEngine` whose steps take time on two clocks: one by one, and shared.
 
     Attributes:
-        engine: what it computes.
-        now: [clocks] seconds since the first request came.
-        busy: [clocks] seconds with work.
-        answers, sums, timeline, album: what happened.
+        engine: the engine without clocks.
+        now: [clocks] seconds since the first request arrived.
+        busy: [clocks] seconds in which there was work.
+        answers, sums, timeline, album: records of the run so far.
     """
 
     def __init__(self, size: EngineSize, prices: Prices, source: TokenSource, clock: int = SHARED) -> None:
-        """Makes an idle engine. clock: the one by which requests come."""
+        """Makes an idle engine. clock: the clock that arrivals follow."""
         self.engine = SimulatedEngine(size, source)
         self.now, self.busy = np.zeros(2), np.zeros(2)
         self.answers, self.sums, self.timeline, self.album = Answers(), Sums(), Timeline(), Album()
         self._prices, self._clock = prices, clock
         self._table = BlockTable(self.engine.cache)
         self._priced: _Priced | None = None
-        self._arrived: dict[tuple[int, int], NDArray[np.float64]] = {}  # by key, until the first token
-        self._first: dict[str, NDArray[np.float64]] = {}  # by sequence, when its first token came
+        self._arrived: dict[tuple[int, int], NDArray[np.float64]] = {}  # request key -> arrival, until the first token
+        self._first: dict[str, NDArray[np.float64]] = {}  # sequence -> time of its first token
         self._looked_up = self._found = 0
 
     @property
     def time(self) -> float:
-        """Seconds on the clock by which requests come."""
+        """Seconds on the clock that arrivals follow."""
         return float(self.now[self._clock])
 
     @property
@@ -93,17 +93,17 @@ class TimedEngine:
         return self.engine.scheduler.has_unfinished
 
     def add(self, job: Job, arrived: float | None = None) -> None:
-        """Queues a request. arrived: its time, up to which an idle engine waits; None: now, on both clocks."""
+        """Queues a request. arrived: its arrival, until which an idle engine waits; None: now, on both clocks."""
         if arrived is not None and not self.has_work:
             self.now = np.maximum(self.now, arrived)
         self._arrived[job.logged.key] = self.now.copy() if arrived is None else np.full(2, arrived)
         self.engine.add(job)
 
     def advance(self, until: float) -> list[Job]:
-        """Computes one step, or several of decodes alone, and returns the requests that ended with it.
+        """Computes one step, or several steps of decodes only, and returns the requests that ended with them.
 
         Args:
-            until: time at which the next request comes. No step begins after it, unless that request would wait.
+            until: arrival of the next request. No step begins after it, unless that request would have to wait.
         """
         steps = self.engine.decodes()
         if steps is not None:

@@ -10,7 +10,7 @@ from trunkattn.analysis.records import Moment, Snapshot, TrieNode
 
 MAX_MOMENTS: Final = 200
 MAX_SNAPSHOTS: Final = 12
-_FIRST_SECONDS: Final = 1 / 64  # of an interval, doubled whenever there are too many
+_FIRST_SECONDS: Final = 1 / 64  # length of an interval at first; it doubles whenever there are too many intervals
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Timeline:
 
 @dataclass
 class Album:
-    """Prefix trees at moments that lie about evenly over the time so far."""
+    """Prefix trees at moments that are spread about evenly over the time so far."""
 
     seconds: float = _FIRST_SECONDS
     snapshots: list[Snapshot] = field(default_factory=list)

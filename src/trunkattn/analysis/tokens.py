@@ -38,7 +38,7 @@ class Encoder(Protocol):
         ...
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
-        """The text of token ids; None: their tokenizer is not known."""
+        """The text of token ids; None if their tokenizer is unknown."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -51,20 +51,21 @@ class Encoder(Protocol):
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A fixed, thorough mixing of the bits of each number: splitmix64's."""
+    """Each number with its bits mixed by splitmix64's finalizer."""
     for shift, factor in _MIXING:
         values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
     return values
 
 
 def chained(units: NDArray[np.int64], per_block: int = 1) -> NDArray[np.int64]:
-    """Numbers of blocks that are equal where the blocks, and all blocks before them, are equal.
+    """A number for each block. Two numbers are equal if the blocks, and all blocks before them, are equal.
 
-    The number of a block is a sum over what precedes it, every unit mixed with its place, so all are computed at once.
+    The number of a block is a sum over all units up to its end, each mixed with its place, so that one cumulative sum
+    gives all numbers.
 
     Args:
-        units: what the blocks hold: tokens, bytes or other hashes, int64.
-        per_block: units of a block; the last block may have fewer.
+        units: contents of the blocks: tokens, bytes or other hashes, int64.
+        per_block: units per block; the last block may have fewer.
     """
     places = _places(max(_FEWEST_PLACES, len(units)).bit_length())[: len(units)]
     sums = np.cumsum(mixed(places ^ mixed(units.view(np.uint64))), dtype=np.uint64)
@@ -81,8 +82,8 @@ def _places(bits: int) -> NDArray[np.uint64]:
 
 
 def encode_hashes(prompt: Hashes, number: int) -> Encoded:
-    """A prompt of block hashes. Blocks that the log leaves out are shared with no other prompt. number: of the prompt,
-    among all of the log."""
+    """A prompt of block hashes. A block that the log leaves out is shared with no other prompt. number: of the prompt
+    in the log."""
     missing = -(-prompt.num_tokens // prompt.block_size) - len(prompt.ids)
     ids = prompt.ids
     if missing:
@@ -98,11 +99,11 @@ def encode_tokens(ids: NDArray[np.int64], text: str | None = None) -> Encoded:
 
 @dataclass(frozen=True)
 class ByteEstimate:
-    """An encoder for logs whose tokenizer is not known: so many bytes of UTF-8 make a token.
+    """An encoder for logs whose tokenizer is unknown: a fixed number of UTF-8 bytes counts as a token.
 
     Attributes:
-        bytes_per_token: a multiple of 0.5, so that a block is whole words of 8 bytes.
-        is_measured: whether the log's own counts gave it.
+        bytes_per_token: a multiple of 0.5, so that a block is a whole number of 8-byte words.
+        is_measured: whether the number comes from the log's own counts.
     """
 
     bytes_per_token: float = BYTES_PER_TOKEN
@@ -123,7 +124,7 @@ class ByteEstimate:
         return "".join([*tools, *messages, "<|assistant|>\n"])
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
-        """Nothing: ids tell no text without their tokenizer."""
+        """Returns None: without a tokenizer, ids have no text."""
         return None
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -143,7 +144,7 @@ class ByteEstimate:
 
 
 def measured_estimate(entries: Iterable[Entry]) -> ByteEstimate:
-    """An estimate by the counts of those entries that have a text and a count; the usual 4 bytes if none has."""
+    """An estimate from the entries that have both a text and a count; 4 bytes per token if there are none."""
     default = ByteEstimate()
     num_bytes = num_tokens = 0
     for entry in entries:

@@ -49,8 +49,8 @@ class Example(NamedTuple):
 
 
 def common_length(texts: Sequence[str]) -> int:
-    """Characters with which all of some texts begin."""
-    first, last = min(texts), max(texts)  # what these two share all others do, in the order of texts
+    """Length in characters of the longest common prefix of the texts."""
+    first, last = min(texts), max(texts)  # in sorted order, what the first and the last have in common all have
     low, high = 0, min(len(first), len(last))
     while low < high:
         middle = (low + high + 1) // 2
@@ -59,10 +59,10 @@ def common_length(texts: Sequence[str]) -> int:
 
 
 def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
-    """The kind of what varies, and how many characters that are equal in all texts it begins earlier.
+    """The kind of a varying part, and how many characters before `start`, equal in all texts, belong to it.
 
     Args:
-        examples: texts that are equal for some characters in front of `start`.
+        examples: texts that are equal in the characters right before `start`.
     """
     filled = [example for example in examples if example.end > example.start]
     head = 0
@@ -77,7 +77,7 @@ def kind_of(examples: Sequence[Example]) -> tuple[str, int]:
 
 
 def _inner(examples: Sequence[Example]) -> tuple[int, list[Example]]:
-    """What varies among the examples themselves, and how many characters later it begins."""
+    """The examples narrowed to what varies among them, and how many characters later that begins."""
     parts = [example.text[example.start : example.end] for example in examples]
     head = common_length(parts)
     tail = common_length([part[head:][::-1] for part in parts])
@@ -87,7 +87,7 @@ def _inner(examples: Sequence[Example]) -> tuple[int, list[Example]]:
 
 
 def word_start(text: str, place: int) -> int:
-    """Where the word begins that a place is in, at most `CONTEXT` characters before."""
+    """The beginning of the word that contains `place`, at most `CONTEXT` characters before it."""
     start = place
     while start > max(0, place - CONTEXT) and (text[start - 1].isalnum() or text[start - 1] in "_-"):
         start -= 1
@@ -95,17 +95,18 @@ def word_start(text: str, place: int) -> int:
 
 
 def word_rest(before: Sequence[str], behind: str) -> int:
-    """Characters of a text that still belong to what varies before it, such as minutes that are equal by chance.
+    """Number of characters after a varying part that still belong to it, such as minutes that are equal by chance.
 
     Args:
-        before: the last character of what varies in each text; empty: the text begins here.
-        behind: what all have behind it.
+        before: the last character of the varying part in each text; empty at the beginning of a text.
+        behind: the text that follows the varying part in all texts.
     """
     return _REST.match(behind).end() if any(_INNER.fullmatch(last) for last in before) else 0  # type: ignore[union-attr]
 
 
 def _lead(pattern: re.Pattern[str], example: Example) -> int | None:
-    """Characters before what varies at which a match begins that covers most of it; None: no match does."""
+    """How many characters before the varying part the match begins that covers most of it; None without such a
+    match."""
     offset = max(0, example.start - CONTEXT)
     window = example.text[offset : example.end + _BEHIND]
     start, end = example.start - offset, example.end - offset
@@ -125,7 +126,7 @@ def is_reordered(texts: Sequence[str]) -> bool:
 
 
 def order_kind(texts: Sequence[str]) -> str:
-    """What is in another order in texts of the same words."""
+    """The kind of reordering between texts that consist of the same words."""
     names = [tuple(_NAMES.findall(text)) for text in texts]
     if len(set(names)) > 1:
         return "order of tools"

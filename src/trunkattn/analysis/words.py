@@ -9,9 +9,9 @@ from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.records import FleetReplay, Log, Replay, Spoiler
 from trunkattn.analysis.simulated import EngineSize
 
-_WORTH: Final = 0.02  # gains below this are nothing
-_NO_READS: Final = 0.005  # share of the KV reads below which nothing is shared
-_OVERLOADED_S: Final = 30.0  # mean time to the first token from which an engine does not keep up
+_WORTH: Final = 0.02  # smaller gains in time per token count as none
+_NO_READS: Final = 0.005  # smaller savings of KV reads count as none
+_OVERLOADED_S: Final = 30.0  # mean seconds to the first token from which an engine counts as overloaded
 
 
 def verdict(replays: Sequence[Replay]) -> str:
@@ -41,7 +41,7 @@ def verdict(replays: Sequence[Replay]) -> str:
 
 
 def overload(replay: Replay) -> list[str]:
-    """A sentence on an engine that does not keep up with the requests; none for one that does."""
+    """A sentence that says that an engine does not keep up with the requests; none if it does."""
     if replay.shared_ttft_ms < 1e3 * _OVERLOADED_S:
         return []
     wait = figures.seconds(replay.shared_ttft_ms / 1e3)
@@ -99,7 +99,7 @@ def _alone(prices: Prices) -> str:
 
 
 def rates(prices: Prices) -> list[str]:
-    """What the rates of the attention are worth, where no engine on the card confirms them, one sentence each."""
+    """One sentence for each rate of the attention that no engine on the card confirms: how far to trust it."""
     if prices.shape.latent_dim is None:
         return []
     said = [
@@ -116,7 +116,7 @@ def rates(prices: Prices) -> list[str]:
 
 
 def beside(spoilers: Sequence[Spoiler], num_replayed: int, fleet: Sequence[FleetReplay]) -> list[str]:
-    """What is assumed of spoilers and of a fleet. num_replayed: requests that were replayed without a spoiler."""
+    """The assumptions about spoilers and a fleet. num_replayed: requests that were replayed without a spoiler."""
     said = []
     if any(each.gain_tpot is not None for each in spoilers):
         said.append(

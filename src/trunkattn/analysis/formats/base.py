@@ -14,11 +14,11 @@ from trunkattn.analysis.records import SkippedLine
 
 Fields: TypeAlias = Mapping[str, Any]
 
-MOST_TOKENS: Final = 100_000_000  # of a prompt or an answer: no model has more, and blocks take memory
-MILLISECONDS: Final = ("milliseconds", 1e3)  # for `seconds`
+MOST_TOKENS: Final = 100_000_000  # tokens of a prompt or an answer: no model takes more, and blocks take memory
+MILLISECONDS: Final = ("milliseconds", 1e3)  # the arguments `unit` and `per_second` of `seconds`
 MOST_ID: Final = (1 << 63) - 1
-_NO_WORDS: Final = re.compile(r"[0-9TZ:./+ -]{0,40}")  # wrong numbers and dates
-_LATEST: Final = 1e11  # seconds, as a length of time and since 1970: above it a number has another unit
+_NO_WORDS: Final = re.compile(r"[0-9TZ:./+ -]{0,40}")  # numbers and dates, which may be quoted: they are no prompt
+_LATEST: Final = 1e11  # a larger number of seconds, as a duration or since 1970, must have another unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Hashes:
     """A prompt of which only block hashes are known.
 
     Attributes:
-        ids: int64, one number per block, the last block possibly incomplete or left out; empty: nothing is known to be
-            shared.
+        ids: int64, one number per block; the last block may be incomplete or left out. Empty if it is unknown what the
+            prompt shares.
         block_size: tokens of a block.
         num_tokens: tokens of the prompt.
     """
@@ -57,18 +57,18 @@ Prompt: TypeAlias = Hashes | TokenIds | Chat | str
 
 @dataclass(slots=True)
 class Entry:
-    """A request as its log tells it.
+    """A request as it stands in a log.
 
     Attributes:
-        line: where it stands.
-        prompt: what was asked.
+        line: its line.
+        prompt: its prompt.
         arrival: seconds on any clock; None: the log does not say.
-        num_prompt_tokens: as the log counts them; None: it does not.
-        num_output_tokens: tokens of one answer, as the log counts them; None: it does not.
-        answer: text of one answer, which is counted where `num_output_tokens` is None.
+        num_prompt_tokens: tokens of the prompt by the log's own count; None: the log does not count them.
+        num_output_tokens: tokens of one answer by the log's own count; None: the log does not count them.
+        answer: text of one answer, whose tokens are counted if `num_output_tokens` is None.
         num_answers, session, model: as in `LoggedRequest`.
         turn: number in the session; None: the reader counts.
-        call: its number among what the log tells, of which a `Repeated` may speak; None: none does.
+        call: number to which a `Repeated` may refer; None: none does.
     """
 
     line: int
@@ -85,8 +85,8 @@ class Entry:
 
 
 class Repeated(NamedTuple):
-    """A call that is no request of its own, by `Entry.call`. kept: the call that stays for it. is_same: whether it is
-    the same call; else it holds several, of which `kept` is one."""
+    """A call that is not counted. call, kept: `Entry.call` of this one and of the one that counts instead. is_same:
+    both are the same call; otherwise this one contains several calls, `kept` among them."""
 
     call: int
     kept: int
@@ -110,10 +110,10 @@ class Format:
 
     Attributes:
         name: what `format=` takes.
-        title: for people.
-        recognises: whether an object is a line of it.
-        parse: lines to entries; a line that is wrong becomes a `SkippedLine`, and a call that is told twice is told
-            of by a `Repeated` behind both.
+        title: its name for people.
+        recognises: whether an object is a line of this format.
+        parse: turns lines into entries. A bad line becomes a `SkippedLine`. If a log has a call twice, a `Repeated`
+            follows both entries.
     """
 
     name: str
@@ -123,8 +123,8 @@ class Format:
 
 
 def attempt(number: int, make: Callable[[], Entry], part: str = "") -> Entry | SkippedLine:
-    """The entry that a function makes, or why there is none. part: which one of its line, for people: those beside it
-    are taken."""
+    """The entry that a function makes, or why there is none. part: which of the line's entries it is, for people; the
+    others are kept."""
     try:
         return make()
     except ValueError as error:
@@ -145,7 +145,8 @@ def each(parse_line: Callable[[Line], Iterable[Entry | SkippedLine]]) -> Parse:
 
 
 def first(fields: Fields, *names: str) -> Any:
-    """The first of several fields that is there and not null, else None. A dot leads into an inner object."""
+    """The value of the first of these fields that is present and not null; None if all are absent. A dot leads into an
+    inner object."""
     for name in names:
         value: Any = fields
         for part in name.split("."):
@@ -174,7 +175,7 @@ def integer(name: str, value: Any, least: int, most: int = MOST_TOKENS) -> int:
 
 
 def seconds(name: str, value: Any, unit: str = "seconds", per_second: float = 1.0) -> float:
-    """A length of time in seconds. unit: in which `value` is told, with so many to a second."""
+    """A duration in seconds. unit: name of the unit of `value`; per_second: how many of it make a second."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < _LATEST * per_second:
         raise ValueError(f"{name}={brief(value)}: expected {unit} of at least 0 and below {_LATEST * per_second:g}")
@@ -182,13 +183,13 @@ def seconds(name: str, value: Any, unit: str = "seconds", per_second: float = 1.
 
 
 def optional_integer(fields: Fields, *names: str, least: int = 0) -> int | None:
-    """The first of several fields as a whole number; None: none is there."""
+    """The first present field as a whole number; None if all are absent."""
     value = first(fields, *names)
     return None if value is None else integer(names[0], value, least)
 
 
 def optional_text(fields: Fields, *names: str) -> str | None:
-    """The first of several fields as a text, also if it is a number; None: none is there, or it is empty."""
+    """The first present field as a text, also if it is a number; None if all are absent or it is empty."""
     value = first(fields, *names)
     return str(value) if isinstance(value, str | int) and str(value) else None
 
@@ -212,7 +213,11 @@ def token_ids(name: str, value: Any) -> TokenIds:
 
 
 def check_blocks(prompt: Hashes, names: tuple[str, str]) -> Hashes:
-    """The prompt, unless it has neither one hash per block nor one per full block. names: of hashes and length."""
+    """The prompt, if it has one hash per block or one per full block. names: the fields of its hashes and its length.
+
+    Raises:
+        ValueError: it has another number of hashes.
+    """
     most = -(-prompt.num_tokens // prompt.block_size)
     if not prompt.num_tokens // prompt.block_size <= len(prompt.ids) <= most:
         raise ValueError(
@@ -223,8 +228,8 @@ def check_blocks(prompt: Hashes, names: tuple[str, str]) -> Hashes:
 
 
 def epoch_seconds(name: str, value: Any) -> float | None:
-    """A moment in seconds: a date and time as text, UTC where it names no zone, or a number since 1970 in s, ms, µs or
-    ns, which its size tells. None stays None."""
+    """Seconds since 1970 from a date and time as text (UTC unless it names a zone), or from a number of s, ms, µs or ns
+    since 1970, told apart by size. None stays None."""
     if value is None:
         return None
     if isinstance(value, datetime):
@@ -254,8 +259,8 @@ def _from_text(name: str, value: str) -> float:
 
 
 def answer_text(message: Any) -> str | None:
-    """Text of an answer, with what was thought before it and the tools that it calls: a string, a message, or a list of
-    messages or parts. None: there is none."""
+    """Text of an answer with its reasoning and its tool calls, from a string, a message, or a list of messages or
+    parts. None if there is none."""
     if isinstance(message, str):
         return message
     if isinstance(message, Mapping):
@@ -276,7 +281,7 @@ def called_tools(message: Fields) -> str | None:
 
 
 def decoded(value: Any) -> Any:
-    """A value that may be JSON within a text, as tables and attributes have it."""
+    """A value, parsed if it is a text that holds JSON, as in tables and attributes."""
     if isinstance(value, str) and value[:1] in ("[", "{", '"'):
         try:
             return json.loads(value)
@@ -286,7 +291,7 @@ def decoded(value: Any) -> Any:
 
 
 def brief(value: Any) -> str:
-    """A value for an error, cut short. A text with words is not quoted, since it may be somebody's prompt."""
+    """A value for an error message, shortened. A text with words is not quoted, because it may be somebody's prompt."""
     if isinstance(value, bytes):
         return "bytes"
     if isinstance(value, str) and not _NO_WORDS.fullmatch(value):

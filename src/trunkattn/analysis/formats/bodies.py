@@ -19,11 +19,11 @@ from trunkattn.analysis.formats.base import (
 )
 
 PROMPT_FIELDS = ("messages", "prompt", "input", "text", "input_ids", "prompt_token_ids")
-NO_BLOCKS = 16  # size of the blocks of a prompt of which only the length is known
+NO_BLOCKS = 16  # tokens per block where only the length of a prompt is known
 
 
 class Outcome(NamedTuple):
-    """What a response tells. num_output_tokens and answer: of one answer."""
+    """What a response says of its tokens and answers. num_output_tokens and answer are those of one answer."""
 
     num_prompt_tokens: int | None
     num_output_tokens: int | None
@@ -32,14 +32,14 @@ class Outcome(NamedTuple):
 
 
 def prompts_of(body: Fields) -> list[Prompt]:
-    """The prompts that a request's body holds: mostly one, several where `prompt` or `text` is a list of them.
+    """The prompts in a request's body: usually one, several if `prompt` or `text` is a list of them.
 
     Raises:
-        ValueError: there is none, or it is of no known form.
+        ValueError: there is none, or it has no known form.
     """
     messages = body.get("messages")
     if messages is not None:
-        system = body.get("system")  # where Anthropic's interface has it
+        system = body.get("system")  # Anthropic's interface has the system prompt outside of the messages
         head = [{"role": "system", "content": system}] if isinstance(system, str | list) and system else []
         return [
             chat_of([*head, *messages] if isinstance(messages, list) else messages, first(body, "tools", "functions"))
@@ -67,12 +67,12 @@ def length_alone(name: str, value: Any) -> Hashes:
 
 
 def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outcome:
-    """Token counts and the answer of a response's body, of the pieces of one that was streamed, or of a text.
+    """Token counts and the answer, from a response's body, from the pieces of a streamed response, or from a text.
 
     Args:
-        response: what was answered.
-        num_prompts: prompts of the request, over which its counts are spread.
-        num_asked: answers to each prompt, where the response does not list them.
+        response: the response.
+        num_prompts: prompts of the request; its counts are divided among them.
+        num_asked: answers to each prompt, if the response does not list them.
     """
     if isinstance(response, list) and any(isinstance(piece, Mapping) and "choices" in piece for piece in response):
         response = _joined([piece for piece in response if isinstance(piece, Mapping)])
@@ -93,7 +93,7 @@ def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outco
 
 
 def _num_prompt_tokens(usage: Fields) -> int | None:
-    """All tokens of a prompt. Anthropic's interface counts those of its cache apart."""
+    """All tokens of a prompt. Anthropic's interface counts cached tokens separately."""
     count = optional_integer(usage, "prompt_tokens", "input_tokens")
     if count is None or first(usage, "prompt_tokens") is not None:
         return count
@@ -101,7 +101,7 @@ def _num_prompt_tokens(usage: Fields) -> int | None:
 
 
 def _joined(pieces: Sequence[Fields]) -> Fields:
-    """One response of the pieces in which it was streamed, with the last usage and what all answers say."""
+    """One response, joined from the pieces of a stream: the texts of all answers, and the last usage."""
     deltas: dict[int, list[str]] = {}
     for piece in pieces:
         choices = piece.get("choices")
@@ -114,7 +114,8 @@ def _joined(pieces: Sequence[Fields]) -> Fields:
 
 
 def num_answers_of(*bodies: Any) -> int:
-    """How many answers are asked for: `n` of the first body that has it, or 1. Of a list of bodies the first counts."""
+    """The number of answers that are asked for: `n` of the first body that has it, else 1. A list counts as its first
+    element."""
     for body in bodies:
         body = body[0] if isinstance(body, list) and body else body
         value = first(body, "n", "best_of") if isinstance(body, Mapping) else None

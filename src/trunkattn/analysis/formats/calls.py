@@ -1,4 +1,4 @@
-"""Calls that are told more than once: by a gateway's span around the engine's, or because they were exported twice."""
+"""Calls that a log has more than once: a gateway's span contains the engine's, or a call was exported twice."""
 
 from array import array
 from collections.abc import Iterator
@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 from trunkattn.analysis.formats.base import Entry, Hashes, Repeated
 
 _NONE = -1  # no span, or no call
-_DEEPEST = 64  # spans of other work between two that tell of one call
+_DEEPEST = 64  # the most spans of other work between two spans of one call
 
 
 class Calls:
-    """The spans of a log, or its lines that have an id, with the spans around them. Each takes 24 bytes.
+    """The spans of a log, or its lines with ids, and the spans that contain them. Each takes 24 bytes.
 
-    Spans tell what is one call by their ids alone: those without one, and those that stand beside each other, are calls
-    of their own.
+    Only ids show that two spans are one call. Spans without an id, and sibling spans, are different calls.
     """
 
     def __init__(self) -> None:
@@ -27,8 +26,9 @@ class Calls:
         """Notes a span, whether it is a call or not, and numbers its entry.
 
         Args:
-            trace, span, parent: ids, as the log writes them; empty ones are none. trace: what else is to be equal.
-            entry: the call; anything else: the span tells of other work, or is wrong.
+            trace, span, parent: ids as the log writes them; an empty id counts as none. Spans are the same only if
+                `trace` is equal, too.
+            entry: the call. Anything else means that the span is other work, or has a fault.
         """
         number = _number(trace, span)
         if number is None:
@@ -42,10 +42,10 @@ class Calls:
         self._ranks.append(rank)
 
     def repeated(self) -> Iterator[Repeated]:
-        """The calls that other ones tell, too. Of calls within each other the innermost one stays, or the innermost one
-        with a text. A call that holds several is none of them."""
+        """The calls that repeat another one. Of nested calls the innermost counts, or the innermost one with a text. A
+        call that contains several calls does not count itself."""
         ids, parents, ranks = (np.array(some, np.int64) for some in (self._ids, self._parents, self._ranks))
-        order = np.lexsort((-ranks, ids))  # of the same id the best one first, and the first of the log among equals
+        order = np.lexsort((-ranks, ids))  # by id; the best one first, and among equals the first of the log
         is_new = np.diff(ids[order], prepend=ids[order][:1] - 1) != 0
         spans, best = order[is_new], order[is_new][np.cumsum(is_new) - 1]
         again = (order != best) & (ranks[order] != _NONE)
@@ -56,13 +56,14 @@ class Calls:
 
 
 def _number(trace: object, span: object) -> int | None:
-    """A number of 64 bits for a span; None: it has no id. Some programs write ids with 0x, and zeros for none."""
+    """A 64-bit number for a span; None if it has no id. Some programs write ids with 0x, or zeros where there is
+    none."""
     names = [str(name).lower().removeprefix("0x") if isinstance(name, str | int) else "" for name in (trace, span)]
     return hash(tuple(names)) if names[1].strip("0") else None
 
 
 def _calls_around(ids: NDArray[np.int64], parents: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The nearest call around each span, by its place; -1: there is none. ids: sorted."""
+    """The place of the innermost call that contains each span; -1 if there is none. ids: sorted."""
     places = np.minimum(np.searchsorted(ids, parents), max(0, len(ids) - 1))
     outer = np.where((ids[places] == parents) & (parents != ids), places, _NONE)
     around = outer.copy()
@@ -74,7 +75,7 @@ def _calls_around(ids: NDArray[np.int64], parents: NDArray[np.int64], ranks: NDA
 
 
 def _around_others(around: NDArray[np.int64], ranks: NDArray[np.int64]) -> Iterator[tuple[int, int, bool]]:
-    """The calls that are left out for those around which they are, as the fields of `Repeated`."""
+    """The calls that contain other calls and do not count because of them, as the fields of `Repeated`."""
     is_call = ranks != _NONE
     inner = np.bincount(around[is_call & (around != _NONE)], minlength=len(around))
     held: set[int] = set()
