@@ -1,7 +1,7 @@
-"""`plan.check()`: whether a work list computes what it should, found out the slow way, token by token.
+"""`plan.check()`: verifies a work list token by token, independently of how it was made.
 
-Every query token must read each KV token that it sees exactly once, in its own request's pages. What several items
-compute of a query must be written to distinct partial slots, and all of them must be merged.
+Every query token must read each KV token that it sees exactly once, in its own request's pages. If several items
+compute parts of a query, they must write to distinct partial slots, and all of these must be merged.
 """
 
 from typing import NamedTuple
@@ -30,10 +30,10 @@ from trunkattn.planner.work_list import (
 
 
 def check_plan(planned: Planned) -> None:
-    """Raises AssertionError, with what is wrong, unless a work list keeps its invariants.
+    """Raises AssertionError, which says what is wrong, unless a work list keeps its invariants.
 
     Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are distinct
-    and in the order of the tokens. Items fit their tile, and the heaviest comes first.
+    and in the order of the tokens. Items fit their tile, and are listed heaviest first.
     """
     work, spec = planned.work, planned.spec
     reads = _Reads(planned.batch)
@@ -84,7 +84,7 @@ class _Reads:
         return (tokens <= self.position[query]) & (tokens > self.position[query] - self._window)
 
     def add(self, query: int, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Counts those of the tokens that the query sees, and returns them."""
+        """Counts the tokens that the query sees, and returns these."""
         visible = tokens[self._sees(query, tokens)]
         self._times[query][visible] += 1
         return visible
@@ -127,11 +127,11 @@ def _check_order(planned: Planned) -> None:
 class _Segment(NamedTuple):
     """A row of TileList.segments, unpacked."""
 
-    place: int  # of its first token in the cache: page * page_size + offset
+    place: int  # place of its first token in the cache: page * page_size + offset
     first_query: int  # counted from the item's first
     end_query: int
     num_tokens: int
-    position: int  # of its first token in the sequence
+    position: int  # position of its first token in the sequence
 
 
 def _unpack(segment: NDArray[np.int32]) -> _Segment:
@@ -141,11 +141,11 @@ def _unpack(segment: NDArray[np.int32]) -> _Segment:
 
 
 def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: bool = False) -> None:
-    """Raises AssertionError, with what is wrong, unless a tile list keeps its invariants.
+    """Raises AssertionError, which says what is wrong, unless a tile list keeps its invariants.
 
-    Every (query token, visible KV token) pair is covered once, by the request's own page. Partial slots are written
-    once, and merged once by items of the lowest tile or by none. Items fit their tile, and each bucket's longest comes
-    first; in_spans: items are as `tiles.batch_invariant` orders them.
+    Every (query token, visible KV token) pair is covered once, by the request's own page. Each partial slot is written
+    once and merged once; only items of the lowest tile merge. Items fit their tile, and each bucket is listed longest
+    first. in_spans: the items are in the order of `tiles.batch_invariant` instead.
     """
     reads = _Reads(batch)
     buckets = np.repeat(np.arange(len(tiles.counts) - 1), np.diff(tiles.counts))
@@ -166,7 +166,7 @@ def check_tiles(tiles: TileList, batch: StepTables, rule: TilingRule, in_spans: 
 
 
 def _check_spans(tiles: TileList, rule: TilingRule) -> None:
-    """Items lie in spans, begin with a block, and come first if they end with a span."""
+    """Checks that each item lies in one span, begins with a block, and comes before all others if it ends its span."""
     per_span, block_segments = SPAN_TOKENS // rule.segment_size, rule.tiles[0].block_tokens // rule.segment_size
     start, end = tiles.items[:, SEGMENT_START], tiles.items[:, SEGMENT_END]
     across = np.flatnonzero(start // per_span != (end - 1) // per_span)
@@ -180,7 +180,7 @@ def _check_spans(tiles: TileList, rule: TilingRule) -> None:
 def _check_tile(
     tiles: TileList, item: int, tile_index: int, batch: StepTables, rule: TilingRule, reads: _Reads
 ) -> None:
-    """Counts what one item reads. tile_index: of its tile in the rule's."""
+    """Counts what one item reads. tile_index: index of its tile in the rule."""
     tile = rule.tiles[tile_index]
     start, shared_end, end = tiles.items[item, [SEGMENT_START, SEGMENT_SHARED_END, SEGMENT_END]].tolist()
     queries = tiles.queries[tiles.items[item, QUERY_START] : tiles.items[item, QUERY_END]]
@@ -194,7 +194,7 @@ def _check_tile(
             assert (first, last) == (0, len(queries)), (
                 f"item {item} has a full segment that is not for all of its queries"
             )
-        elif tile.subtiles > 1:  # the segment is one subtile's: `tiles.layout` nests them
+        elif tile.subtiles > 1:  # the segment is one subtile's: see `tile_list.nest`
             subtile = (at - shared_end) // per_block % tile.subtiles
             first, last = max(first, subtile * per_subtile), min(last, (subtile + 1) * per_subtile)
         tokens = np.arange(segment.position, segment.position + segment.num_tokens)

@@ -1,7 +1,7 @@
 """The planner: from the tables of a step to its work list.
 
     block table -> prefix forest -> packing -> packs -> row tiles -> work items
-                   prefix_forest    packing/           splitting
+                   prefix_forest    packs/             splitting
 
 A decode step is nearly the one before it: every request has one token more, and now and then a new page of its own. As
 long as nothing but such private tails has grown, the planner keeps its forest and packing and moves the ends of the
@@ -48,8 +48,8 @@ _MEGABYTE: Final = 1e6
 class PlannerSpec:
     """Everything a plan depends on besides the batch.
 
-    share_columns: columns of the block table are shared in groups of so many. tile_name: what `stats.tiles` calls the
-    planner's one tile.
+    share_columns: prefixes are shared in groups of this many columns of the block table. tile_name: the name of the
+    planner's one tile in `stats.tiles`.
     """
 
     page_size: int
@@ -103,7 +103,7 @@ class Planned:
 
 
 class _Packing(NamedTuple):
-    """How a forest is packed (see `packing.policies`), by which policy, and why by this one."""
+    """How a forest is packed (see `packs.policies`), by which policy, and why this policy was chosen."""
 
     start: Int32Array
     policy: str
@@ -136,11 +136,11 @@ class Planner:
         self._last: _Last | None = None
 
     def forget(self) -> None:
-        """Makes the next plan start from scratch: what was planned last was not used."""
+        """Makes the next plan start from scratch, because the last one was not used."""
         self._last = None
 
     def plan(self, batch: StepTables) -> Planned:
-        """Work list of a checked batch; equal, bit for bit, to that of a planner that has never seen another one."""
+        """The work list of a checked batch: the same bits as from a planner that has never seen another batch."""
         last = self._update(batch)
         if batch.window not in last.packings:
             last.packings[batch.window] = self._choose(last, batch)
@@ -150,9 +150,9 @@ class Planner:
         return _assemble(last, packing, batch, self.spec)
 
     def plan_unshared(self, batch: StepTables, spec: PlannerSpec, reason: str) -> Planned:
-        """Work list of the batch that was planned last, or whose forest was asked for, if nothing is shared.
+        """The work list, without any sharing, of the batch that was last planned or whose forest was last asked for.
 
-        spec: may split by another rule than the planner's own.
+        spec: its rule for splitting may differ from the planner's own.
         """
         assert self._last is not None, "plan_unshared needs a batch that was planned before"
         start = policies.per_query(self._last.forest, np.empty(0, np.int64), spec.model)
@@ -184,7 +184,7 @@ class Planner:
         return bool(_grow_tails(last.forest, last.tables, tables, self.spec.page_size, self.spec.share_columns))
 
     def _choose(self, last: _Last, batch: StepTables) -> _Packing:
-        """The packing of the configured policy, or the cheapest one."""
+        """The packing of the configured policy; for `auto` the cheapest one."""
         forest, spec = last.forest, self.spec
         queries = policies.queries_below(forest, last.query_lens)
         if spec.policy in HEURISTICS:
@@ -210,7 +210,7 @@ class Planner:
 
 
 def _first_visible(batch: StepTables) -> Int32Array:
-    """[num_requests] the first token that any query token of a request sees."""
+    """[num_requests] the first token of each request that any of its query tokens sees."""
     if batch.window == UNLIMITED:
         return np.zeros(len(batch.seq_lens), np.int32)
     first_query = batch.seq_lens.astype(np.int64) - np.diff(batch.query_start_loc)

@@ -75,7 +75,7 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     """The Forest of a block table, in one pass over the part of it that is shared.
 
     table [num_requests, max_pages], seq_lens and query_lens [num_requests], all int32. Rows without query tokens are
-    left out. share_columns: columns are shared in groups of so many, 1 or the chunk of a batch-invariant plan.
+    left out. share_columns: columns are shared in groups of this many: 1, or a span of a batch-invariant plan.
 
     Each row walks down from the top as far as its pages are those of a node, which a hash table finds by (parent, next
     pages). Where it leaves a node in the middle, the node is cut in two.

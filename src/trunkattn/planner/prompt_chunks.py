@@ -1,4 +1,6 @@
-"""A step divided: requests with many query tokens become work items of prompt chunks, the others row tiles."""
+"""Divides a step: requests with many query tokens become prompt chunks, with their own work items, and the others rows
+of tiles.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -109,9 +111,9 @@ def whole_chunks(chunks: StepTables, queries_per_tile: int, rule: SplitRule) -> 
 
 
 class _Joined(NamedTuple):
-    """What two halves' lists become in query tokens and partial slots of the whole step."""
+    """The lists of both halves, renumbered with the query tokens and partial slots of the whole step."""
 
-    queries: Int32Array  # of the tile list
+    queries: Int32Array  # queries of the tile list
     merge_queries: Int32Array
     merge_ranges: Int32Array
     chunk_queries: Int32Array
@@ -119,7 +121,7 @@ class _Joined(NamedTuple):
 
 
 def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, ChunkList]:
-    """Both halves' lists in query tokens and partial slots of the whole step; the tile list merges for both."""
+    """The lists of both halves, renumbered for the whole step. The tile list also merges the chunks' partials."""
     joined = _Joined(
         *_join(
             (tiles.queries, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots),
@@ -144,8 +146,8 @@ def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList,
 
 @njit
 def _join(tiles, work, tokens):
-    """Returns the `_Joined` halves. tiles, work: queries, slots and merges of both lists. tokens: the query tokens of
-    both halves."""
+    """The fields of `_Joined`. tiles, work: queries, slots and merges of the two lists. tokens: the step's query tokens
+    that each half has."""
     queries, merge_queries, merge_ranges, num_slots = tiles
     chunk_queries, chunk_slots, chunk_merges, indptr = work
     rest_tokens, chunk_tokens = tokens
@@ -162,8 +164,8 @@ def _join(tiles, work, tokens):
 
 
 def chunk_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> ChunkLimits | None:
-    """What every batch of a capacity keeps in chunks that share nothing and are not cut, and room for more; None: no
-    batch has any."""
+    """Upper bounds for the chunks of any batch within the capacity, if they share nothing and are not cut, with room
+    for cutting them. None if no batch can have chunks."""
     longest = capacity.max_query_len or capacity.max_query_tokens
     rows = min(capacity.max_requests, capacity.max_query_tokens // (above + 1)) if longest > above else 0
     items = 0
@@ -177,7 +179,8 @@ def chunk_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: C
 
 
 def limits_broken(work: WorkList, limits: ChunkLimits, free_slots: int) -> list[str]:
-    """What of a chunks' work list is over its limits; empty: it fits. free_slots: partial slots that are left."""
+    """The sizes of a chunks' work list that exceed their limits; empty if it fits. free_slots: partial slots that the
+    tiles leave."""
     sizes = (
         (len(work.items), limits.items, "prefill items"),
         (len(work.queries), limits.queries, "prefill queries"),

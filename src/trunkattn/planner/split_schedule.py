@@ -8,11 +8,11 @@ written, read and merged. A few such tiles keep a device busy, and whichever end
     |--- 1 ---|  idle                  |-0-|-1-|-2-|-3-|
     |--- 2 ---|  idle                  |-0-|-1-|-2-|-3-|
 
-So several limits to the size of an item are tried. For each of them the items are given out heaviest first, each to the
-worker that is free first, and the limit whose last worker ends first wins. A *worker* computes one item of one KV head
-at a time: a program (CTA) on a GPU, a thread on a CPU. `SplitRule.num_workers` of them work at once.
+So several limits to the size of an item are tried. For each, the items are assigned heaviest first, each to the worker
+that is free first. The limit with which the last worker ends first wins. A *worker* computes one item of one KV head at
+a time: it is a CTA on a GPU and a thread on a CPU. `SplitRule.num_workers` of them work at once.
 
-Times are in bytes: what a worker computes while so many bytes of KV are read.
+Times are in bytes: a time of n is the time in which a worker reads n bytes of KV.
 """
 
 from typing import Any, Final, NamedTuple
@@ -23,8 +23,8 @@ from trunkattn.compiled import njit
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START
 
 _NEVER: Final = np.iinfo(np.int64).max
-_TRUSTED: Final = 16  # predictions that differ by less than one part in so many are taken as equal
-MAX_ITEMS_PER_WORKER: Final = 3  # items per worker, at most, that tiles are split for
+_TRUSTED: Final = 16  # predictions that differ by less than 1/16 count as equal
+MAX_ITEMS_PER_WORKER: Final = 3  # the most items per worker that tiles are split into
 
 
 class _ItemLimit(NamedTuple):
@@ -34,12 +34,12 @@ class _ItemLimit(NamedTuple):
     items_per_worker: int
 
 
-# A little over the share, so that a tile of a little over n shares is split into n, not n + 1.
+# Limits are a little above the share, so that a tile of slightly more than n shares is split into n items, not n + 1.
 _LIMITS: Final = (_ItemLimit(17, 1), _ItemLimit(18, 1), _ItemLimit(17, 2), _ItemLimit(17, MAX_ITEMS_PER_WORKER))
 
 
 def weight(rule: Any, tokens: Any, queries: Any) -> Any:
-    """Time of an item on one head, without the item's fixed cost, or of an array of items. Rows are computed in whole
+    """Time of an item, or of an array of items, for one head, without the fixed cost. Rows are rounded up to whole
     units of `row_unit`."""
     rows = (np.int64(queries) * rule.group_size + rule.row_unit - 1) & -rule.row_unit
     return np.int64(tokens) * (rule.head_bytes + rows * rule.row_bytes)
@@ -50,9 +50,9 @@ weight_of = njit(weight, inline="always")  # for compiled functions
 
 @njit(inner=True)
 def heaviest_first(weights):
-    """The order of items by falling weight; equal ones keep their order. A merge sort from the bottom up.
+    """The stable order of items by descending weight.
 
-    Numba compiles this much faster than NumPy's argsort.
+    This bottom-up merge sort compiles much faster in Numba than NumPy's argsort.
     """
     count = len(weights)
     order, merged = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -77,7 +77,7 @@ def heaviest_first(weights):
 
 @njit(inline="always")
 def split_evenly(rule, tokens, num_splits):
-    """Tokens of each of `num_splits` splits of about equal length. Borders lie on the grid, so there may be fewer."""
+    """Tokens of each of about `num_splits` equal splits. Borders lie on the grid, so there may be fewer splits."""
     num_splits = min(num_splits, (tokens + rule.grid - 1) // rule.grid)
     length = (tokens + num_splits - 1) // num_splits
     return tokens if num_splits == 1 else (length + rule.grid - 1) // rule.grid * rule.grid
@@ -85,9 +85,9 @@ def split_evenly(rule, tokens, num_splits):
 
 @njit
 def scheduled_splits(rule, tiles):
-    """[T] int32: tokens of each split of a tile; a tile that stays whole has all of its tokens in one.
+    """[T] int32: tokens per split of each tile; a tile that is not split has all of its tokens in one.
 
-    tiles: as `splitting.RowTiles.tiles`.
+    tiles: see `splitting.RowTiles.tiles`.
     """
     lengths = tiles[:, KV_END] - tiles[:, KV_START]
     weights = np.empty(len(tiles), np.int64)
@@ -113,7 +113,7 @@ def scheduled_splits(rule, tiles):
 
 @njit(inner=True)
 def _split_above(rule, lengths, weights, most):
-    """Splits of about equal weight, each of at most `most` as far as the grid allows."""
+    """[T] tokens per split, for splits of about equal weight, at most `most` each as far as the grid allows."""
     splits = np.empty(len(lengths), np.int32)
     for t in range(len(lengths)):
         splits[t] = split_evenly(rule, np.int64(lengths[t]), (weights[t] + most - 1) // most)
@@ -122,7 +122,7 @@ def _split_above(rule, lengths, weights, most):
 
 @njit
 def _schedule_time(rule, tiles, weights, splits):
-    """Time until the last worker ends, and each worker's share of writing and reading partial results."""
+    """Time until the last worker ends, plus each worker's share of writing and reading partials."""
     num_items = np.int64(0)
     for t in range(len(tiles)):
         num_items += (tiles[t, KV_END] - tiles[t, KV_START] + splits[t] - 1) // splits[t]
@@ -141,7 +141,7 @@ def _schedule_time(rule, tiles, weights, splits):
 
 @njit
 def work_time(rule, items, num_partials):
-    """Time of a work list: until the last worker ends, and for its `num_partials` partial slots."""
+    """Time of a work list: until the last worker ends, plus the time of its `num_partials` partial slots."""
     weights = np.empty(len(items), np.int64)
     for i in range(len(items)):
         tokens, queries = items[i, KV_END] - items[i, KV_START], items[i, QUERY_END] - items[i, QUERY_START]
@@ -152,7 +152,8 @@ def work_time(rule, items, num_partials):
 
 @njit(inner=True)
 def _last_end(rule, weights):
-    """Returns when the last worker ends, if items go heaviest first, once per head, to the worker free first."""
+    """Time when the last worker ends if items are assigned heaviest first, once per head, to the worker that is free
+    first."""
     ends = np.zeros(rule.num_workers, np.int64)  # a heap: no worker ends later than its two children
     for item in heaviest_first(weights):
         for _ in range(rule.num_kv_heads):

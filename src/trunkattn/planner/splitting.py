@@ -1,16 +1,17 @@
 """Makes work items from packs: packs are cut into row tiles, and tiles with much KV are split.
 
 A pack names query tokens and the KV tokens that they read together. A *row tile* holds as many of its queries as one
-work item computes. Where a tile has more KV than is good for the balance, it is split, and each split is a work item:
+work item can compute. If a tile has so much KV that workers would end at different times, it is split, and each split
+is a work item:
 
     one pack, 5 queries, 10 KV tokens         KV 0    4    8 10
     at most 2 queries a tile,         q0 q1      |----|----|--|     items 0, 1, 2
     at most 4 tokens an item          q2 q3      |----|----|--|     items 3, 4, 5
                                       q4         |----|----|--|     items 6, 7, 8
 
-A query in several items gets one *partial slot* per item, in the order of the tokens. A merge adds its partial results
-up. A query in a single item needs none: the item writes the final output. Items stand heaviest first, so that those
-that start last have the least to do.
+A query in several items gets one *partial slot* per item, in the order of the tokens, and a merge combines its
+partials. A query in a single item needs none: the item writes the output. Items are listed heaviest first, so that
+those that start last are the shortest.
 
 Source: PAT, https://arxiv.org/abs/2511.22333, §5.2 for tiles, §6 "Long KV Split", §7 for the merge. Flash-decoding
 splits KV in the same way.
@@ -36,31 +37,31 @@ from trunkattn.planner.work_list import (
     UNLIMITED,
 )
 
-# A row tile has the columns of a work item, but for the first: it names its pack, not a row of the block table.
+# A row tile has the columns of a work item, except that the first is its pack, not a row of the block table.
 TILE_PACK: Final = KV_ROW
 
 _OPERATIONS_PER_PRODUCT: Final = 2  # a multiplication and an addition
-# An item has at most this part of a worker's share of the work: coarse enough to keep partial results few, fine enough
-# that the workers end together.
+# A worker's share of the work is at least this many items: few enough that partials are rare, and enough that the
+# workers end together.
 _ITEMS_PER_WORKER: Final = 2
 
 
 class SplitRule(NamedTuple):
     """How tiles are split; integers only. A *worker* computes one item of one KV head at a time.
 
-    Bytes are a unit of time: what a worker does while so many bytes of KV are read.
+    Bytes are a unit of time: the time in which a worker reads that many bytes of KV.
     """
 
     num_workers: int  # items of one KV head that are computed at once
     num_kv_heads: int  # each item is computed once per KV head
     grid: int  # splits begin at multiples of this many tokens from the pack's start
     above_mean: bool  # no item is longer than the mean tile (PAT §6)
-    fixed_chunk: int  # above 0: splits are at its multiples from the sequence's start and nowhere else
+    fixed_chunk: int  # above 0: splits begin at all multiples of this many tokens of the sequence, and nowhere else
     head_bytes: int  # KV bytes of one token and head
-    row_bytes: int  # the arithmetic of one query row and one key
+    row_bytes: int  # cost of the arithmetic of one query row and one key
     row_unit: int  # rows are computed in multiples of this, a power of two
     group_size: int
-    by_schedule: bool | None = None  # True: by `split_schedule`; None: without it, and it is not compiled
+    by_schedule: bool | None = None  # True: `split_schedule` decides; None: it does not, and is not compiled
     item_bytes: int = 0  # fixed cost of an item of one head
     partial_bytes: int = 0  # cost of one row's partial output and lse, written and read
     merge_bytes: int = 0  # fixed cost of a merge
@@ -75,7 +76,7 @@ class RowTiles(NamedTuple):
 
 
 class PartialSlots(NamedTuple):
-    """Where partial results go; see WorkList."""
+    """The partial slots and merges of a WorkList."""
 
     partial_slots: NDArray[np.int32]
     merge_queries: NDArray[np.int32]
@@ -105,7 +106,7 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
 def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
     """Cuts the query tokens of each pack into row tiles.
 
-    A tile's KV is what at least one of its queries sees (causal mask, window). Tiles that see nothing are left out.
+    A tile reads the KV that at least one of its queries sees (causal mask, window). A tile that sees none is left out.
     """
     starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
     num_queries, num_tiles = 0, 0
@@ -151,7 +152,7 @@ def split_tiles(rule, tiles):
 
 @njit(inner=True)
 def _split_tiles(rule, by_schedule, tiles):
-    if by_schedule is not None:  # of a function that is not inlined, Numba compiles only the branch that the type takes
+    if by_schedule is not None:  # the type decides, so Numba compiles only one branch
         return scheduled_splits(rule, tiles)
     num_tiles = len(tiles)
     tokens, work = np.int64(0), np.int64(0)

@@ -5,10 +5,10 @@ A *work item* is a range of KV tokens that is read once for several query tokens
     WorkList    an item reads one range of one row of the block table       CPU, and prompt chunks on a GPU
     TileList    an item reads many segments, each for some of its queries   row tiles on a GPU
 
-A query whose KV lies in one item gets its output from that item (DIRECT). One whose KV lies in several gets a *partial
-slot* from each of them: an output and its log-sum-exp, which a merge adds up. `lse` is always the natural logarithm of
-the sum of the exponentials of the scaled and soft-capped logits, in float32 and without sinks. An empty state has
-output 0 and lse -inf.
+If all KV of a query lies in one item, that item writes the query's output (DIRECT). If it lies in several, each of them
+writes a *partial* to its own *partial slot*: an output and its log-sum-exp. A merge combines these. `lse` is always the
+natural logarithm of the sum of the exponentials of the scaled and soft-capped logits, in float32 and without sinks. An
+empty state has output 0 and lse -inf.
 
 Sources: PAT, https://arxiv.org/abs/2511.22333, §5.2 for packs as work items, §7 for the merge; FlashAttention,
 https://arxiv.org/abs/2205.14135, §3.1 for why partial results with their lse can be merged.
@@ -34,27 +34,31 @@ SEGMENT_SHARED_END: Final = 1  # segments before this one are whole and seen by 
 SEGMENT_END: Final = 2
 
 # Columns of TileList.segments
-SEGMENT_PLACE: Final = 0  # of its first token in the cache: page * page_size + offset
+SEGMENT_PLACE: Final = 0  # place of its first token in the cache: page * page_size + offset
 SEGMENT_QUERIES: Final = 1  # first query | end query << 8 | tokens << 16, queries counted from the item's first
-SEGMENT_POSITION: Final = 2  # of its first token in the sequence
+SEGMENT_POSITION: Final = 2  # position of its first token in the sequence
 SEGMENT_COLUMNS: Final = 3
 
-# A batch-invariant plan of packs always computes a token in the same span of its sequence, whatever other requests
-# there are. Plans of row tiles have spans of their own (`tiles.batch_invariant`).
+# A batch-invariant plan of packs cuts each sequence at multiples of this many tokens, whatever the other requests are.
+# Plans of row tiles have longer spans (`tiles.batch_invariant`).
 INVARIANT_SPAN_TOKENS: Final = 256
 
-UNLIMITED: Final = 2**31 - 1  # the sliding window of attention without one
+UNLIMITED: Final = 2**31 - 1  # stands for no sliding window
 
-DIRECT: Final = -1  # the slot of a query whose KV is in one item: that item writes the final output
+DIRECT: Final = -1  # in place of a partial slot: all KV of the query is in this item, which writes the output
 
 
 @dataclass(frozen=True)
 class WorkList:
-    """Items that each read one range of KV; all arrays are int32.
+    """Items that each read one range of KV. All arrays are int32.
 
-    items [num_items, ITEM_COLUMNS]: heaviest first. queries [...]: the query tokens of each item. partial_slots [...]:
-    the partial slot that each of them writes, or DIRECT. merge_queries [num_merged]: the query tokens in several items.
-    The partial slots of merge_queries[i] are merge_indptr[i] to merge_indptr[i + 1] - 1, in the order of their tokens.
+    Attributes:
+        items: [num_items, ITEM_COLUMNS] heaviest first.
+        queries: [...] the query tokens of each item.
+        partial_slots: [...] the partial slot that the item writes for each of them, or DIRECT.
+        merge_queries: [num_merged] the query tokens that are in several items.
+        merge_indptr: [num_merged + 1] query merge_queries[i] has the partial slots merge_indptr[i] to merge_indptr[i +
+            1] - 1, in the order of their tokens.
     """
 
     items: NDArray[np.int32]
@@ -65,7 +69,7 @@ class WorkList:
 
     @property
     def num_slots(self) -> int:
-        """Partial slots: partial results that a run writes and reads, per query head."""
+        """Number of partial slots: partials that a run writes and reads, per query head."""
         return int(self.merge_indptr[-1])
 
     def equals(self, other: "WorkList") -> bool:
@@ -75,14 +79,19 @@ class WorkList:
 
 @dataclass(frozen=True)
 class TileList:
-    """Items that each read several segments of KV, a segment for some of the item's queries; all arrays are int32.
+    """Items that each read several segments of KV, each segment for some of the item's queries. All arrays are int32.
 
-    items [num_items, ITEM_COLUMNS]: in buckets, first the items that merge nothing by tile height, then those that
-    merge by tile height, each bucket heaviest first. counts [2 * heights + 1]: where each bucket begins, and the end.
-    segments [num_segments, SEGMENT_COLUMNS]: the segments. queries, partial_slots: as in WorkList. merge_slots
-    [..., 2]: the partial slots [first, last) that the item merges for the query. merge_queries, merge_ranges
-    [num_merged, 2]: the queries that no item merges, and their partial slots. num_slots: partial slots. merges_taller:
-    items merge what taller tiles leave, and nothing else.
+    Attributes:
+        items: [num_items, ITEM_COLUMNS] by bucket: first one bucket per tile height for items that merge nothing, then
+            one per height for items that merge. Each bucket is heaviest first.
+        segments: [num_segments, SEGMENT_COLUMNS] the segments that items name by SEGMENT_START and SEGMENT_END.
+        queries, partial_slots: as in WorkList.
+        merge_slots: [..., 2] the partial slots [first, last) that the item merges for each of its queries.
+        counts: [2 * heights + 1] where each bucket begins, and the number of items.
+        merge_queries, merge_ranges: [num_merged] and [num_merged, 2] the queries that no item merges, and the partial
+            slots [first, last) of each.
+        num_slots: number of partial slots.
+        merges_taller: whether items merge only partials of taller tiles.
     """
 
     items: NDArray[np.int32]
@@ -99,11 +108,11 @@ class TileList:
 
 @dataclass(frozen=True)
 class ChunkList:
-    """The work list of a step's prompt chunks, next to the tile list of its other requests.
+    """The work list of a step's prompt chunks. The step's other requests are in a tile list, which also merges the
+    chunks' partials.
 
     items, queries, partial_slots: as in WorkList, with the query tokens and partial slots of the whole step.
-    block_table [rows, columns]: the pages of the chunks' requests, whose rows KV_ROW names. The tile list merges the
-    chunks' partials too.
+    block_table [rows, columns]: the pages of the chunks' requests; KV_ROW is a row of it.
     """
 
     items: NDArray[np.int32]
@@ -134,7 +143,7 @@ class TileLimits:
     query_tokens: int
 
     def broken_by(self, tiles: TileList) -> list[str]:
-        """What of a tile list exceeds its limit, such as "9 items of 8". Empty: it fits."""
+        """The sizes of a tile list that exceed their limits, such as "9 items of 8". Empty if it fits."""
         sizes = {
             "items": len(tiles.items),
             "segments": len(tiles.segments),
@@ -155,7 +164,7 @@ class PlanStats:
     num_work_items: all items.
     tiles: number of items by tile.
     policy: the packing policy, or the kind of tiling, that was chosen.
-    reason: why it was chosen; and why the portable kernels compute it, where others are faster.
+    reason: why it was chosen; and, if portable kernels compute it although faster ones exist, why.
     """
 
     kv_tokens_read: int

@@ -40,8 +40,8 @@ def cost_model(
     """The model for one attention shape on one device.
 
     Args:
-        cached_numbers: that a KV head caches for a token: its key's and its value's, or those of a latent row.
-        kv_itemsize: bytes of such a number.
+        cached_numbers: numbers that a KV head caches for a token: its key and its value, or a latent row.
+        kv_itemsize: bytes of a cached number.
     """
     group_size = num_qo_heads // num_kv_heads
     return CostModel(
@@ -61,11 +61,11 @@ def tiles_of(model, queries):
 
 @njit(inline="always")
 def read_cost(model, tokens, queries):
-    """Cost of one pack: each of its row tiles reads the pack's KV and is a work item."""
+    """Cost of one pack. Each of its row tiles is a work item that reads the pack's KV."""
     return tiles_of(model, queries) * (np.int64(tokens) * model.kv_bytes + model.item_bytes)
 
 
 @njit(inline="always")
 def partial_cost(model, num_packs, queries):
-    """Partial results of `queries` query tokens whose KV lies in so many packs. With one pack there are none."""
+    """Cost of the partials of `queries` query tokens whose KV lies in `num_packs` packs; 0 for one pack."""
     return np.int64(0) if num_packs <= 1 else np.int64(num_packs) * np.int64(queries) * model.partial_bytes

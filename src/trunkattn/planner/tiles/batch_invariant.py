@@ -1,9 +1,9 @@
-"""Batch-invariant row tiles: how a request is computed does not depend on what it is batched with.
+"""Batch-invariant row tiles: how a request is computed does not depend on the other requests of the batch.
 
-A sequence is cut into spans of SPAN_TOKENS from its first token. An item holds query tokens that see one span: of
-one request, or of neighbours in the prefix forest whose sequences have the whole span in common. A key of the span
-stands at the same place of the same block, whoever else is in the item, and each span that a query sees leaves one
-partial. So every query adds up the same numbers in the same order in any batch.
+A sequence is cut into spans of SPAN_TOKENS tokens from its first token on. An item holds query tokens that see one
+span: tokens of one request, or of neighbours in the prefix forest whose sequences share the whole span. A key of the
+span is always at the same place of the same block, whatever else is in the item, and each span that a query sees leaves
+one partial. So every query adds up the same numbers in the same order in any batch.
 
 `gpu.device_planner.batch_invariant` gives the same lists on a GPU.
 """
@@ -35,12 +35,13 @@ from trunkattn.planner.work_list import (
     TileList,
 )
 
-# Longer spans leave fewer partials, and share less of a prefix that ends within one.
+# Longer spans leave fewer partials, but a prefix is shared only in whole spans.
 SPAN_TOKENS: Final = 512
 
 
 class SpanEntries(NamedTuple):
-    """Query tokens in the order of the forest's rows, [E] int32 each. shared: tokens in common with the one before."""
+    """Query tokens in the order of the forest's rows, [E] int32 each. shared: tokens in common with the entry
+    before."""
 
     query: NDArray[np.int32]
     position: NDArray[np.int32]
@@ -61,7 +62,8 @@ class _Arrays(NamedTuple):
 
 
 def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileList:
-    """The tile list of a step: items that reach the end of a span first, by span and by entry; then the others."""
+    """The tile list of a step: first the items that reach the end of their span, by span and by entry; then the
+    others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.tiles
     block_segments = tile.block_tokens // rule.segment_size
@@ -76,7 +78,7 @@ def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileL
 
 
 def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) -> TileLimits:
-    """What every batch keeps within. max_tokens: of a sequence."""
+    """Upper bounds for the tile list of any batch. max_tokens: the most tokens of a sequence."""
     num_partials = max_query_tokens * -(-max_tokens // SPAN_TOKENS)
     segments = num_partials * (SPAN_TOKENS // segment_size)
     return TileLimits(
@@ -91,7 +93,7 @@ def invariant_limits(max_query_tokens: int, max_tokens: int, segment_size: int) 
 
 @njit
 def _entries(forest, seq_lens, query_start_loc):
-    """The entries of all rows, depth first."""
+    """The entries of all rows, in depth-first order."""
     entries = make_entries(forest, seq_lens, query_start_loc)
     row = np.empty(len(entries.query), np.int32)
     at = 0
@@ -112,9 +114,10 @@ def _sees(entries, entry, span, window):
 
 @njit(inner=True)
 def _starts(entries, span, height, window):
-    """[entries] 0: does not see the span; 1: is in the item of the entry before it; 2: begins an item."""
+    """[entries] 0 if an entry does not see the span, 1 if it is in the item of the entry before it, 2 if it begins
+    one."""
     found = np.zeros(len(entries.query), np.int8)
-    run = 0  # where the entries began that may be in one item
+    run = 0  # first of the consecutive entries that can be in one item
     for entry in range(len(found)):
         if not _sees(entries, entry, span, window):
             continue
@@ -129,8 +132,8 @@ def _starts(entries, span, height, window):
 
 @njit(inner=True)
 def _num_segments(entries, first, last, span, segment_size):
-    """Number of the span's segments that an item of entries [first, last] lists. An item of one request ends with the
-    last token that it sees; requests that share an item have the whole span in common, so it lists all."""
+    """Number of the span's segments that an item of entries [first, last] lists. If they are of one request, the item
+    ends with the last token that they see. If they are of several, these share the whole span, and all are listed."""
     tokens = np.int64(SPAN_TOKENS)
     if entries.row[first] == entries.row[last]:
         tokens = min(tokens, np.int64(entries.position[last]) + 1 - span * SPAN_TOKENS)
@@ -139,7 +142,7 @@ def _num_segments(entries, first, last, span, segment_size):
 
 @njit(inner=True)
 def _first_seen(entries, first, last, window):
-    """The first token that an entry of [first, last] sees; at most 0: one of them sees its sequence from the start."""
+    """The first token that any of the entries [first, last] sees. At most 0 if one sees its sequence from the start."""
     lowest = np.int64(entries.position[first])
     for entry in range(first + 1, last + 1):
         lowest = min(lowest, np.int64(entries.position[entry]))
@@ -148,8 +151,8 @@ def _first_seen(entries, first, last, window):
 
 @njit(inner=True)
 def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, sizes):
-    """The segments of a span from token `begin` on, for an item of `count` entries. What none of them sees of a window
-    leaves an empty segment, so that all others keep their places."""
+    """Lists the segments of a span from token `begin` on, for an item of `count` entries. A segment that is outside the
+    windows of all entries stays empty, so that all others keep their places."""
     _, _, segment_size, page_size, _ = sizes
     for i in range(len(segments)):
         token = begin + i * segment_size
@@ -162,7 +165,7 @@ def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, siz
 
 @njit
 def _count_items(entries, num_spans, height, window, segment_size):
-    """Numbers of the items that end with their span, and of the others. height: query tokens of an item."""
+    """(number of items that end with their span, number of others). height: the most query tokens of an item."""
     count, per_item = len(entries.query), SPAN_TOKENS // segment_size
     num_ending, num_others = 0, 0
     for span in range(num_spans):
@@ -216,7 +219,7 @@ def _emit(entries, seq_lens, table, sizes):
             item = ending if used == per_item else other
             ending, other = ending + (item < num_ending), other + (item >= num_ending)
             begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
-            # Blocks before the first that is seen are not computed; without them the others keep their places, too.
+            # Leading blocks that nobody sees are not computed. All other keys keep their place in their block.
             hidden = max(0, first_seen - span * SPAN_TOKENS) // (block_segments * segment_size) * block_segments
             items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END] = begin + hidden, begin + hidden
             items[item, SEGMENT_END] = begin + used

@@ -1,4 +1,4 @@
-"""Which row tiles a step may take on a GPU: the candidates, their launches, and what they cost."""
+"""The candidate tilings of a step on a GPU: their tiles, their launches, and what they cost."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,19 +17,19 @@ from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
 
-_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})  # by waves
+_CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})  # `Tiling.waves` -> what a tiling's name ends with
 _MOST_WAVES: Final = max(_CUTS)
-_MOST_LAUNCHES: Final = 2  # of a candidate: tall tiles, low tiles
+_MOST_LAUNCHES: Final = 2  # launches of a candidate: one for tall tiles, one for low tiles
 
 
 @dataclass(frozen=True)
 class TilingRule:
-    """Integers, from the tile table and the device.
+    """The tiles and costs from which tilings are made, as integers.
 
-    tiles: in ascending heights. card_times: what is fitted to the card. head_bytes: keys and values of one token and
-    head. partial_bytes: one partial state of all query heads, written and read. fuse_up_to: partials that an item may
-    merge. l2_bytes: of the L2 cache. uniform: no segment is marked as full, so that a row's arithmetic does not depend
-    on other rows of its tile (the two loops of the kernel may round differently).
+    tiles: in ascending heights. card_times: times fitted to the card. head_bytes: bytes of one token's key and value of
+    one KV head. partial_bytes: bytes to write and read one partial of all query heads. fuse_up_to: the most partials
+    that an item merges. l2_bytes: size of the L2 cache. uniform: no segment is marked as full, so that a row's
+    arithmetic does not depend on the other rows of its tile (the kernel's two loops may round differently).
     """
 
     tiles: tuple[TileConfig, ...]
@@ -45,12 +45,12 @@ class TilingRule:
 
     @property
     def launch_ns(self) -> int:
-        """What a launch adds that waits for another one."""
+        """Time that a launch adds if it waits for another one."""
         return self.card_times.launch_ns
 
     @property
     def bytes_per_us(self) -> int:
-        """Memory bandwidth."""
+        """Memory bandwidth in bytes per µs."""
         return self.card_times.bytes_per_us
 
     @cached_property
@@ -66,7 +66,7 @@ class TilingRule:
 
     @cached_property
     def list_rule(self) -> "ListRule":
-        """What emits tile lists."""
+        """The part of this rule that is needed to emit tile lists."""
         subtiles = [
             Subtiles(
                 tile.subtiles, tile.entries(self.group_size) // tile.subtiles, tile.private_tokens // self.segment_size
@@ -77,15 +77,16 @@ class TilingRule:
         return ListRule(np.array(subtiles, np.int64), is_nested, self.segment_size, self.page_size, self.fuse_up_to)
 
     def usable(self) -> list[int]:
-        """Heights that hold at least one query token."""
+        """Indices of the tiles that hold at least one query token."""
         return [index for index, tile in enumerate(self.tiles) if tile.entries(self.group_size)]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A candidate: tile `low` for all nodes, or `tall` for those of at least `least` entries. per_query: a low tile
-    holds one query token. waves: long tiles are cut into at most so many items for each of the device's slots, as even
-    tiles can be (`layout.share_of`); 0: none is."""
+    """A candidate: tile `tall` for nodes of at least `least` entries, if it is given, and tile `low` for all others.
+
+    low, tall: indices of tiles. per_query: a low tile holds one query token. waves: long tiles are cut into about
+    `waves` items for each slot of the device (`layout.share_of`); 0: no tile is cut."""
 
     low: int
     tall: int | None = None
@@ -101,8 +102,8 @@ class Tiling:
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
-    """The lowest tiles with one query token; every tile, and every taller one, if paired, with every lowest one; cut or
-    not."""
+    """All tilings of a rule: the lowest tiles with one query token each, every single tile, and every taller paired
+    tile together with every lowest one; each of them cut and uncut."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.tiles[index].rows == rule.tiles[usable[0]].rows]
     least = max(2, 4 * rule.tiles[lowest[0]].rows // rule.group_size)
@@ -135,7 +136,7 @@ class TileStage(NamedTuple):
 
 
 def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
-    """What each launch of a tiling computes, tall tiles first."""
+    """The stage of each launch of a tiling, tall tiles first."""
     stages = [TileStage(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
     if tiling.tall is not None:
         tall = _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))
@@ -144,17 +145,17 @@ def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
 
 
 class ListRule(NamedTuple):
-    """What a rule says of the arrays of a tile list."""
+    """The part of a rule that is needed to emit tile lists."""
 
     subtiles: NDArray[np.int64]  # [tiles, fields of Subtiles]
-    is_nested: bool  # some tile has several
+    is_nested: bool  # some tile has several subtiles
     segment_size: int
     page_size: int
     fuse_up_to: int
 
 
 def launches_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
-    """[1 or 2, 1 + fields of Stage] tile and stage of each launch of a tiling, tall tiles first."""
+    """[launches, 1 + fields of Stage] index of the tile and stage of each launch of a tiling, tall tiles first."""
     known = rule.priced.launches.get(tiling)
     return _launch_rows(rule, tiling) if known is None else known
 
@@ -173,10 +174,10 @@ class PricedTilings(NamedTuple):
     """The candidates of a rule as arrays; see `tile_costs`."""
 
     tilings: list[Tiling]
-    stages: NDArray[np.int64]  # [stages, fields of Stage] those that are not alike when uncut
-    uses: NDArray[np.int64]  # [candidates, 2, 3]
+    stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, with num_splits 0
+    uses: NDArray[np.int64]  # [candidates, 2, 3] see `cost.tilings_ns`
     costs: tile_costs.Costs
-    launches: dict[Tiling, NDArray[np.int64]]  # of each candidate; see `launches_of`
+    launches: dict[Tiling, NDArray[np.int64]]  # candidate -> `launches_of`
 
 
 def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
@@ -194,7 +195,7 @@ def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
 
 
 def price(rule: TilingRule) -> PricedTilings:
-    """What `predict` needs of a rule."""
+    """The candidates of a rule, as the arrays from which `TiledStep.predict` computes their times."""
     tilings = candidates(rule)
     stages: dict[tiles.Stage, int] = {}
     uses = np.full((len(tilings), 2, 3), -1, np.int64)
@@ -226,14 +227,15 @@ def price(rule: TilingRule) -> PricedTilings:
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> TileLimits:
-    """What every batch of a capacity keeps in low tiles that are not cut, and room for cutting.
+    """Upper bounds for the tile list of any batch within the capacity, in low tiles, with room for cutting them.
 
-    Such a tile lists a page of its requests once, and a request has query tokens in at most so many tiles.
-    num_partials: most that a query has, where that is known; 0: it is not.
+    An uncut tile lists each page of its requests once. A request of n query tokens lies in at most 1 + n / height
+    tiles.
+    num_partials: the most partials of a query; 0 if that is unknown.
     """
     heights = [rule.tiles[index].entries(rule.group_size) for index in rule.usable()]
     slots = max(tile.num_programs for tile in rule.tiles) // rule.num_kv_heads + 1
-    splits = _MOST_WAVES * 3 * slots // 2  # in a launch; `layout.share_of` may make half as many again as are wanted
+    splits = _MOST_WAVES * 3 * slots // 2  # of a launch: `layout.share_of` may make half as many again as are asked for
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
     segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
@@ -258,12 +260,13 @@ def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> 
 
 
 def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
-    """`tile_limits` where every plan is a candidate of the rule and has no prompt chunks, which would take the slots
-    that its tiles leave: with no more partial slots than the candidates can need.
+    """`tile_limits` with only as many partial slots as the candidates can need. It holds if every plan is a candidate
+    of the rule and has no prompt chunks, which would use the slots that the tiles leave.
 
-    A tile is cut into as many items as its size has shares (`layout.share_of`), rounded, from one and a half shares on.
-    So all tiles that are cut become at most 4 / 3 of `num_splits` items, of at most all entries of a tile each. In two
-    launches every query may have two partial states besides, so a rule with pairs of tiles keeps all slots.
+    The number of items of a tile is its size in shares (`layout.share_of`), rounded, so a tile is cut from one and a
+    half shares on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
+    entries of a tile. With two launches every query may have two more partials, so a rule with pairs of tiles keeps all
+    slots.
     """
     limits = tile_limits(rule, capacity)
     stages = [stages_of(rule, tiling) for tiling in candidates(rule)]
@@ -281,7 +284,7 @@ def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int
 
 
 def tile_work(rule: TilingRule, work: WorkList, batch: StepTables) -> TileList:
-    """A work list of one of the packing policies as a tile list: each item in the lowest tile that holds it."""
+    """The work list of a packing policy as a tile list: each item goes to the lowest tile that holds it."""
     table, seq_lens, starts, window = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window
     positions = query_positions(seq_lens, starts)
     heights = [tile.entries(rule.group_size) for tile in rule.tiles]

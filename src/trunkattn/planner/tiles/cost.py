@@ -1,8 +1,8 @@
-"""What row tiles cost: blocks and tokens of a stage, and the time of each candidate of a step, from sums and maxima.
+"""The cost model of row tiles: blocks and tokens of a stage, and the time of each candidate tiling of a step.
 
-Nothing is simulated, so a GPU finds the same integers in parallel. The planner on the device compiles this file's
-formulas with Triton: `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` must stay arithmetic
-that both compilers know.
+Times follow from sums and maxima over tiles, not from a simulation, so a GPU can compute the same integers in parallel.
+The device planner compiles the formulas `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` of
+this file with Triton. They must use only arithmetic that both compilers know.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.tiles.layout import share_of, stage_of, stage_spans, step_of
+from trunkattn.planner.tiles.layout import share_of, stage_nodes, stage_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
 Int64Array = NDArray[np.int64]
 
 
 class TileTimes(NamedTuple):
-    """A tile, of one KV head.
+    """Times of a tile, for one KV head.
 
-    full_ns, masked_ns: time of a block of keys that all rows see, and of another one, when all CTAs run.
-    full_chain_ns, masked_chain_ns: the same for one block after another in one CTA.
+    full_ns, masked_ns: time of a block of keys that all rows see, and of a masked block, while all CTAs run.
+    full_chain_ns, masked_chain_ns: the same for blocks one after another in a single CTA.
     num_slots: items that run at once on the device.
-    ctas_per_sm: CTAs of all heads that run at once on an SM.
-    read_percent: share of the bandwidth that it reaches.
+    ctas_per_sm: CTAs that run at once on an SM, of any KV head.
+    read_percent: the percentage of the memory bandwidth that it reaches.
     """
 
     full_ns: int
@@ -43,8 +43,8 @@ class Costs(NamedTuple):
     token_bytes: int  # keys and values of all heads
     partial_bytes: int  # one partial state of all heads, written and read
     segment_size: int
-    l2_tokens: int  # that the L2 cache holds
-    l2_percent: int  # of the time of memory that the L2 cache takes to serve as much
+    l2_tokens: int  # tokens that the L2 cache holds
+    l2_percent: int  # time of a read from the L2 cache, in percent of the same read from memory
     bytes_per_us: int
     launch_ns: int
     filled_ns: int
@@ -54,29 +54,30 @@ class Costs(NamedTuple):
 
 
 class StageLoads(NamedTuple):
-    """Stages that are not cut."""
+    """What the tiles of all stages read, before any is cut into items."""
 
     blocks: Int64Array  # [tiles, 4] of all stages, one after the other; see `stage_blocks`
     indptr: Int64Array  # [stages + 1] into blocks
-    memory: Int64Array  # [stages] tokens that leave memory
+    memory: Int64Array  # [stages] tokens read from memory
     num_queries: int
 
 
 class StageLoad(NamedTuple):
-    """Sums and maxima over the items of a stage that is cut, and the tokens that it reads."""
+    """Sums and maxima over the items of a stage, and the tokens that they read."""
 
     num_items: int
-    work_ns: int  # of all items
+    work_ns: int  # sum of the items' times while all CTAs run
     max_item_ns: int
-    max_chain_ns: int  # of an item's blocks one after another
+    max_chain_ns: int  # the longest time of an item in a single CTA
     num_partials: int
-    tokens: int  # that its tiles read
-    memory_tokens: int  # of these, those that leave memory
+    tokens: int  # tokens that its tiles read, from memory or the L2 cache
+    memory_tokens: int  # tokens that they read from memory
 
 
 @njit
 def tile_blocks(shared_segments, private_segments, stage):
-    """Blocks of a tile that all of it sees, and other blocks. private_segments: of the subtile that has the most."""
+    """(full blocks, which all rows see, and masked blocks) of a tile. private_segments: those of its fullest
+    subtile."""
     step = stage.block_segments
     if stage.subtiles > 1:
         step = stage.private_segments
@@ -86,8 +87,8 @@ def tile_blocks(shared_segments, private_segments, stage):
 
 @njit
 def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns):
-    """Time of each of the splits of a tile. A part holds the private segments of a few requests, mostly of one subtile,
-    so the subtiles of a tile that is cut do not share its masked blocks."""
+    """Time of each split of a tile. A split holds the private segments of a few requests, mostly of one subtile, so if
+    a tile is cut its subtiles do not share the masked blocks."""
     is_cut = min(num_splits - 1, 1)
     masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
     return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_splits, 1)
@@ -95,13 +96,13 @@ def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns
 
 @njit
 def memory_tokens(once, common, again, l2_tokens):
-    """Tokens that leave memory: those that some tile reads, and those read again that the L2 cache does not hold."""
+    """Tokens read from memory: each token once, and again if it is shared and the L2 cache no longer holds it."""
     return once + again * max(common - l2_tokens, 0) // max(common, 1)
 
 
 @njit
 def listed_segments(num_segments, num_items, stage):
-    """Most entries of the segment list that a stage's items fill; those of a tile may all be dealt to one subtile."""
+    """An upper bound of the segment list of a stage: all private segments of a tile may go to one subtile."""
     listed = num_segments
     if stage.subtiles > 1:
         listed = num_segments * stage.subtiles + num_items * stage.subtiles * stage.private_segments
@@ -110,19 +111,19 @@ def listed_segments(num_segments, num_items, stage):
 
 @njit
 def load_ns(load, tile, costs, is_flat, is_last):
-    """Predicted time of a launch: what its SMs, its longest item or its memory traffic take, whichever is most. The
-    launch itself and the partial states come on top.
+    """Predicted time of a launch in ns: the time of its SMs, of its longest item or of its memory traffic, whichever is
+    the most. The costs of the launch itself and of the partial states are added.
 
-    Items that are left after whole rounds of the slots are too few to keep memory busy, and take as long as one item
-    does. So do the items of one round that is not full. is_flat: the tile has no subtiles; is_last: no other launch
-    reads the partial states.
+    A round is one item for each slot. The items of a last round that is not full are too few to keep memory busy, so
+    that round takes as long as one item alone. The same holds for a single round that is not full. is_flat: the tile
+    has no subtiles; is_last: no later launch of the candidate reads the partial states, so a merge launch does.
     """
     items, slots = load.num_items, tile.num_slots
     tokens = max(load.tokens, 1)
     read_tokens = max(load.memory_tokens, tokens * costs.l2_percent // 100)
     percent = 100 + costs.idle_percent * max(slots - items, 0) // slots
     bytes_ns = read_tokens * costs.token_bytes * 1000 // costs.bytes_per_us * percent // tile.read_percent
-    if items <= slots:  # each item runs the faster for it, but not those that meet on an SM
+    if items <= slots:  # each item has more of its SM to itself, unless several meet on one SM
         meeting = (items * tile.ctas_per_sm + slots - 1) // slots
         longest_ns = load.max_item_ns * meeting * costs.arithmetic_percent // (100 * tile.ctas_per_sm)
         busy_ns = max(load.max_item_ns * items // slots, longest_ns)
@@ -148,14 +149,14 @@ def load_ns(load, tile, costs, is_flat, is_last):
 
 @njit
 def tiles_of(num_queries, stage):
-    """Tiles of a stage, of which some may have nothing to read."""
+    """Number of tiles of a stage. Some of them may have nothing to read."""
     return (num_queries + stage.height - 1) // stage.height
 
 
 @njit
 def stage_blocks(forest, entries, stage, window, segment_size):
-    """[tiles that have any, 4] blocks of nodes that hold the whole tile, and of others; segments; entries."""
-    indptr, nodes, num_segments = stage_spans(forest, entries, stage, window, segment_size)
+    """[tiles with segments, 4] full blocks (of nodes that hold the whole tile), masked blocks, segments, entries."""
+    indptr, nodes, num_segments = stage_nodes(forest, entries, stage, window, segment_size)
     blocks = np.zeros((len(indptr) - 1, 4), np.int64)
     height = stage.height // stage.subtiles
     private = np.zeros(stage.subtiles, np.int64)
@@ -178,8 +179,8 @@ def stage_blocks(forest, entries, stage, window, segment_size):
 
 @njit
 def shared_tokens(forest, entries, least):
-    """Returns two arrays [entries]: tokens in common with the entry before, of those that it sees; and tokens in nodes
-    of at least `least` entries."""
+    """Returns two arrays [entries]: tokens that an entry shares with the entry before it, as far as that one sees them;
+    and tokens of its path in nodes of at least `least` entries."""
     shared = np.zeros(len(entries.query), np.int64)
     tall = np.zeros(len(entries.query), np.int64)
     for node in range(len(forest.parent)):  # a node comes after its ancestors
@@ -194,12 +195,13 @@ def shared_tokens(forest, entries, least):
 
 @njit
 def stage_tokens(position, shared, tall, stage, window):
-    """Tokens that leave memory: each once; those that two tiles share; and how many tokens the later tiles read again.
+    """(once, common, again): distinct tokens that a stage reads; those of them that two tiles or more share; and tokens
+    that later tiles read again.
 
-    A stage takes an entry's tokens in nodes of enough entries, which are the first ones, or those after them.
+    Of an entry's path, a tall stage takes the leading tokens, in nodes of many entries; a low stage takes the others.
     """
     once, common, again = np.int64(0), np.int64(0), np.int64(0)
-    carried = np.int64(0)  # tokens that have been common to all entries since before the last tile began
+    carried = np.int64(0)  # tokens that all entries have shared since before the last tile began
     for i in range(len(position)):
         end = np.int64(position[i] + 1)
         begin = max(np.int64(0), end - window)
@@ -219,7 +221,7 @@ def stage_tokens(position, shared, tall, stage, window):
 
 @njit
 def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
-    """The loads of `stages` [stages, fields of Stage], whose num_splits are not looked at."""
+    """The loads of `stages` [stages, fields of Stage]. Their num_splits are ignored."""
     most = np.int64(0)
     for i in range(len(stages)):
         most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
@@ -254,8 +256,8 @@ def tile_times(costs, tile_index):
 
 @njit
 def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
-    """Predicted time of a stage. blocks: as of `stage_blocks`; memory: tokens that leave memory; num_queries: that
-    leave partial states unless the stage is the last."""
+    """Predicted time of a stage in ns. blocks: see `stage_blocks`; memory: tokens read from memory; num_queries: query
+    tokens, each of which leaves a partial unless the stage is the last."""
     tile = tile_times(costs, tile_index)
     total = blocks[:, 2].sum()
     share = share_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
@@ -288,8 +290,8 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
 
 @njit
 def tilings_ns(loads, stages, uses, costs):
-    """Returns the time of each candidate [candidates]. uses [candidates, 2, 3]: a stage or -1, the index of its tile,
-    and its num_splits, in the order of launches."""
+    """[candidates] predicted time of each candidate in ns. uses [candidates, 2, 3]: for each launch, its stage or -1,
+    the index of its tile, and its num_splits."""
     times = np.zeros(len(uses), np.int64)
     for candidate in range(len(uses)):
         for nth in range(2):
@@ -305,9 +307,9 @@ def tilings_ns(loads, stages, uses, costs):
 
 @njit
 def tilings_fit(loads, stages, uses, limits):
-    """Returns whether each candidate [candidates] surely keeps within limits [3] of items, segments and partial
-    states; of two stages, each within half of them. A tile's items may all hold all of its entries, and its segments be
-    dealt to one subtile."""
+    """[candidates] whether each candidate surely keeps within the limits [3] of items, segments and partials. If it has
+    two stages, each gets half of them. The bound assumes that every item of a tile holds all of its entries, and that
+    all segments are dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)
     for candidate in range(len(uses)):
         num_launches = 2 if uses[candidate, 1, 0] >= 0 else 1

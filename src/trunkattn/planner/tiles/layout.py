@@ -1,10 +1,10 @@
-"""Row tiles over the forest: each reads every segment of KV that at least one of its queries needs, once.
+"""Row tiles over the forest. A tile reads each segment of KV that at least one of its queries needs, once.
 
-Queries stand in depth-first order, so neighbours share most of their path. A tile of neighbours reads the trunk for all
-its rows and each private suffix for one request's rows (a block-diagonal mask), and needs no partial states. Tiles that
-run at the same time find the trunk in the L2 cache, so it leaves memory once. Two heights may share the work: tall
-tiles for nodes with many queries, low ones for the rest, which merge the partials of the tall ones (RelayAttention
-§3.3).
+Queries are in depth-first order, so neighbours share most of their path. A tile of neighbours reads the trunk for all
+of its rows and each private suffix for the rows of one request (a block-diagonal mask), so it leaves no partials. Tiles
+that run at the same time find the trunk in the L2 cache, so it is read from memory once. Two heights can share the
+work: tall tiles for nodes with many queries, and low tiles for the other nodes, which also merge the partials of the
+tall ones (RelayAttention §3.3).
 """
 
 from typing import Final, NamedTuple
@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     query: Int32Array  # [E] token of the step
     position: Int32Array  # [E] place in its sequence
     node_start: Int32Array  # [N] first entry below a node
-    node_end: Int32Array  # [N]
+    node_end: Int32Array  # [N] one past the last entry below it
 
 
 class Stage(NamedTuple):
@@ -48,9 +48,9 @@ class Stage(NamedTuple):
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_splits: int  # most items wanted of tiles that are cut, see `share_of`; 0: none is cut
+    num_splits: int  # items that all tiles are to be cut into, see `share_of`; 0: no tile is cut
     subtiles: int = 1  # see `tile_list.nest`
-    private_segments: int = 1  # of a subtile's block
+    private_segments: int = 1  # segments of a subtile's block
 
 
 _NUM_SPLITS: Final = Stage._fields.index("num_splits")
@@ -58,7 +58,7 @@ _NUM_SPLITS: Final = Stage._fields.index("num_splits")
 
 @njit(inner=True)
 def stage_of(fields, num_splits=-1):
-    """The stage of an array of its fields. num_splits: in place of the field; -1: as the field says."""
+    """The Stage in an array of its fields. num_splits: replaces that field; -1 keeps it."""
     height, least, below, block_segments, _, subtiles, private_segments = fields
     return Stage(
         height=height,
@@ -71,27 +71,27 @@ def stage_of(fields, num_splits=-1):
     )
 
 
-class Spans(NamedTuple):
-    """What each tile of a stage reads, by tile and then by node: a span is a tile's share of a node."""
+class TileNodes(NamedTuple):
+    """The nodes that each tile of a stage reads, by tile and then by node."""
 
     indptr: Int32Array  # [tiles + 1] into the others
     nodes: Int32Array
-    num_segments: Int32Array
+    num_segments: Int32Array  # segments of the node that the tile reads
 
 
 class Outline(NamedTuple):
     """The items of a stage without their segments, in the order of the entries."""
 
-    spans: Spans
+    tile_nodes: TileNodes
     items: Int32Array  # as in TileList
-    first_entry: NDArray[np.int64]  # of an item
+    first_entry: NDArray[np.int64]  # first entry of each item
     uncut: NDArray[np.bool_]  # see Items
 
 
 class Items(NamedTuple):
-    """What a stage emits, in the order of the entries; items as in TileList.
+    """The items that a stage emits, in the order of the entries. The columns are those of TileList.
 
-    uncut: the item is a whole tile. The parts of a tile run at the same time, so none of them can merge the others.
+    uncut: whether an item is a whole tile. The items of a cut tile run at the same time, so none can merge the others.
     """
 
     items: Int32Array
@@ -102,7 +102,7 @@ class Items(NamedTuple):
 
 @njit
 def make_entries(forest, seq_lens, query_start_loc):
-    """Entries of all rows, depth first."""
+    """The entries of all rows, in depth-first order."""
     num_rows = len(forest.order)
     first = np.zeros(num_rows + 1, np.int32)
     for i in range(num_rows):
@@ -120,7 +120,8 @@ def make_entries(forest, seq_lens, query_start_loc):
 
 @njit(inner=True)
 def visible(forest, entries, node, low, high, window):
-    """Tokens [start, end) of a node that entries [low, high) see; lowest and highest position."""
+    """(start, end, lowest, highest): the tokens [start, end) of a node that entries [low, high) see, and the lowest and
+    highest position of these entries."""
     lowest, highest = entries.position[low], entries.position[low]
     for i in range(low + 1, high):
         lowest, highest = min(lowest, entries.position[i]), max(highest, entries.position[i])
@@ -130,8 +131,8 @@ def visible(forest, entries, node, low, high, window):
 
 
 @njit
-def stage_spans(forest, entries, stage, window, segment_size):
-    """The spans of a stage."""
+def stage_nodes(forest, entries, stage, window, segment_size):
+    """The nodes that each tile of a stage reads."""
     height = stage.height
     num_tiles = (len(entries.query) + height - 1) // height
     indptr = np.zeros(num_tiles + 1, np.int32)
@@ -155,23 +156,25 @@ def stage_spans(forest, entries, stage, window, segment_size):
                 nodes[fill[tile]] = node
                 num_segments[fill[tile]] = max(0, (end + segment_size - 1) // segment_size - start // segment_size)
                 fill[tile] += 1
-    return Spans(indptr, nodes, num_segments)
+    return TileNodes(indptr, nodes, num_segments)
 
 
 @njit(inner=True)
-def _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size, page_size, segments):
-    """Writes the segments of a tile, rows counted from the tile's first. Returns how many there are."""
+def _fill_tile(forest, entries, table, tile, stage, tile_nodes, window, segment_size, page_size, segments):
+    """Writes the segments of a tile, with queries counted from the tile's first entry. Returns the number of
+    segments."""
     at = 0
-    for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
-        node = spans.nodes[i]
+    for i in range(tile_nodes.indptr[tile], tile_nodes.indptr[tile + 1]):
+        node = tile_nodes.nodes[i]
         low = max(entries.node_start[node], tile * stage.height)
         high = min(entries.node_end[node], (tile + 1) * stage.height)
         start, end, _, _ = visible(forest, entries, node, low, high, window)
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
         token = start
-        column, offset = token // page_size, token % page_size  # counted on: divisions would take most of the time
-        for _ in range(spans.num_segments[i]):
+        # The loop advances these, because a division for each segment would take most of the time.
+        column, offset = token // page_size, token % page_size
+        for _ in range(tile_nodes.num_segments[i]):
             stop = token - (token & (segment_size - 1)) + segment_size  # a window may start inside a segment
             count = min(stop, end) - token
             segments[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
@@ -187,11 +190,11 @@ def _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size,
 
 @njit
 def share_of(total, num_tiles, num_splits, block_segments):
-    """Segments of an item, where the tiles of a stage have so many in all and are to be cut into `num_splits`; 0: not.
+    """Segments per item if tiles of `total` segments in all are to be cut into `num_splits` items; 0: no tile is cut.
 
-    A tile is cut into the nearest whole number of items. Tiles are mostly of one size, and each is cut into as many
-    items as there is room for at once: otherwise a few would be left for a second round. The planner on the device
-    compiles this function and `step_of`, too.
+    A tile is cut into the nearest whole number of such items. Tiles mostly have one size, so each becomes as many items
+    as fit into one round together; otherwise a few items would be left for a second round. The device planner compiles
+    this function and `step_of`, too.
     """
     share = total + 1
     if num_splits > 0:
@@ -203,19 +206,19 @@ def share_of(total, num_tiles, num_splits, block_segments):
 
 @njit
 def step_of(size, share, block_segments):
-    """Segments of each item of a tile, but the last: whole blocks."""
+    """Segments of each item of a tile except the last, which may have fewer: a whole number of blocks."""
     num_splits = max(1, (size + share // 2) // share)
     return max(1, ((size + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments)
 
 
 @njit(inner=True)
-def _span_rows(forest, entries, stage, spans, window, segment_size):
-    """[spans, 4] entries [low, high) of a span, and which of its segments are full and seen whole by all of them:
-    [first, last)."""
-    found = np.empty((len(spans.nodes), 4), np.int64)
-    for tile in range(len(spans.indptr) - 1):
-        for i in range(spans.indptr[tile], spans.indptr[tile + 1]):
-            node = spans.nodes[i]
+def _node_rows(forest, entries, stage, tile_nodes, window, segment_size):
+    """[nodes, 4] low, high, first, last: the tile's entries [low, high) below a node, and the segments [first, last) of
+    the node that are full and seen entirely by all of these entries."""
+    found = np.empty((len(tile_nodes.nodes), 4), np.int64)
+    for tile in range(len(tile_nodes.indptr) - 1):
+        for i in range(tile_nodes.indptr[tile], tile_nodes.indptr[tile + 1]):
+            node = tile_nodes.nodes[i]
             low = max(np.int64(entries.node_start[node]), tile * stage.height)
             high = min(np.int64(entries.node_end[node]), (tile + 1) * stage.height)
             start, end, lowest, highest = visible(forest, entries, node, low, high, window)
@@ -229,10 +232,10 @@ def _span_rows(forest, entries, stage, spans, window, segment_size):
 
 @njit(inner=True)
 def outline_stage(forest, entries, stage, window, segment_size):
-    """The items of a stage, tiles cut into parts of whole blocks."""
-    spans = stage_spans(forest, entries, stage, window, segment_size)
-    rows = _span_rows(forest, entries, stage, spans, window, segment_size)
-    indptr, num_segments = spans.indptr, spans.num_segments
+    """The items of a stage. A tile that is cut becomes items of whole blocks."""
+    tile_nodes = stage_nodes(forest, entries, stage, window, segment_size)
+    rows = _node_rows(forest, entries, stage, tile_nodes, window, segment_size)
+    indptr, num_segments = tile_nodes.indptr, tile_nodes.num_segments
     num_tiles = len(indptr) - 1
     share = share_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, stage.block_segments)
     most = np.int64(0)
@@ -246,31 +249,31 @@ def outline_stage(forest, entries, stage, window, segment_size):
     for tile in range(num_tiles):
         size = np.int64(num_segments[indptr[tile] : indptr[tile + 1]].sum())
         step = step_of(size, share, stage.block_segments)
-        first_span, passed = np.int64(indptr[tile]), np.int64(0)  # of an item; segments of the tile before that span
+        first_node, passed = np.int64(indptr[tile]), np.int64(0)  # an item's first node; the tile's segments before it
         for begin in range(0, size, step):
             end = min(begin + step, size)
-            while passed + num_segments[first_span] <= begin:
-                passed += num_segments[first_span]
-                first_span += 1
+            while passed + num_segments[first_node] <= begin:
+                passed += num_segments[first_node]
+                first_node += 1
             low, high = (tile + 1) * stage.height, tile * stage.height
-            span, before = first_span, passed
-            while before < end:  # the rows that some segment concerns
-                if num_segments[span] > 0:
-                    low, high = min(low, rows[span, 0]), max(high, rows[span, 1])
-                before += num_segments[span]
-                span += 1
+            place, before = first_node, passed
+            while before < end:  # finds the entries [low, high) that the item's segments are for
+                if num_segments[place] > 0:
+                    low, high = min(low, rows[place, 0]), max(high, rows[place, 1])
+                before += num_segments[place]
+                place += 1
             full, is_full = np.int64(0), True
-            span, before = first_span, passed
-            while before < end and is_full:  # leading segments that are full and concern all of these
-                first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[span]))
+            place, before = first_node, passed
+            while before < end and is_full:  # counts the leading segments that are full and for all of these entries
+                first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[place]))
                 if last > first:
-                    is_full = rows[span, 0] == low and rows[span, 1] == high and first >= rows[span, 2]
+                    is_full = rows[place, 0] == low and rows[place, 1] == high and first >= rows[place, 2]
                     if is_full:
-                        whole = max(0, min(last, rows[span, 3]) - first)
+                        whole = max(0, min(last, rows[place, 3]) - first)
                         full += whole
                         is_full = whole == last - first
-                before += num_segments[span]
-                span += 1
+                before += num_segments[place]
+                place += 1
             items[count, SEGMENT_START], items[count, SEGMENT_END] = at + begin, at + end
             items[count, SEGMENT_SHARED_END] = at + begin + full // stage.block_segments * stage.block_segments
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
@@ -278,17 +281,19 @@ def outline_stage(forest, entries, stage, window, segment_size):
             filled += high - low
             count += 1
         at += size
-    return Outline(spans, items[:count].copy(), first_entry[:count].copy(), uncut[:count].copy())
+    return Outline(tile_nodes, items[:count].copy(), first_entry[:count].copy(), uncut[:count].copy())
 
 
 @njit
 def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
     """The items of a stage with their segments and queries."""
-    spans, items, first_entry, uncut = outline_stage(forest, entries, stage, window, segment_size)
-    segments = np.empty((np.int64(spans.num_segments.sum()), SEGMENT_COLUMNS), np.int32)
+    tile_nodes, items, first_entry, uncut = outline_stage(forest, entries, stage, window, segment_size)
+    segments = np.empty((np.int64(tile_nodes.num_segments.sum()), SEGMENT_COLUMNS), np.int32)
     at = 0
-    for tile in range(len(spans.indptr) - 1):
-        at += _fill_tile(forest, entries, table, tile, stage, spans, window, segment_size, page_size, segments[at:])
+    for tile in range(len(tile_nodes.indptr) - 1):
+        at += _fill_tile(
+            forest, entries, table, tile, stage, tile_nodes, window, segment_size, page_size, segments[at:]
+        )
     queries = np.empty(items[-1, QUERY_END] if len(items) else 0, np.int32)
     for item in range(len(items)):
         begin = items[item, QUERY_START]
@@ -303,7 +308,7 @@ def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
 
 @njit(inner=True)
 def heaviest_first(outline, num_entries):
-    """The items of a stage of which nothing merges, in the order of `finish`, and the number of partial slots."""
+    """The items of a stage in the order of `finish`, if no item merges, and the number of partial slots."""
     items, partials = outline.items, np.zeros(num_entries, np.int64)
     lengths = np.empty(len(items), np.int64)
     for item in range(len(items)):
@@ -319,7 +324,8 @@ def heaviest_first(outline, num_entries):
 
 @njit
 def items_of_work(work, table, positions, window, segment_size, page_size, block_segments):
-    """A WorkList's items as segments: each reads one range of tokens for all its queries. work: items, queries."""
+    """The items of a WorkList as Items whose segments are all for all queries of the item. work: its items and
+    queries."""
     source, queries = work
     total = np.int64(0)
     for i in range(len(source)):

@@ -11,12 +11,12 @@ from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEG
 
 
 class OverlapCosts(NamedTuple):
-    """The kernel that computes prompt chunks and decodes at once, in integers.
+    """Costs of the kernel that computes prompt chunks and decodes at once, as integers.
 
-    chunk_percent, decode_percent: speed of each while both run, of its speed there alone, with tiles of up to
-        `narrow_rows` rows, and of more.
+    chunk_percent, decode_percent: speed of chunks and of decodes while both run, in percent of their speed in the same
+    kernel alone; first for tiles of up to `narrow_rows` rows, then for taller ones.
     block_ns: time of a block of `block_segments` segments. An SM computes one item at a time.
-    item_ns: time of an item besides its blocks.
+    item_ns: time of an item in addition to its blocks.
     fixed_ns: time of the launch.
     """
 
@@ -33,10 +33,10 @@ class OverlapCosts(NamedTuple):
 
 
 class ChunkTimes(NamedTuple):
-    """Times of the prompt chunks of a step.
+    """Predicted times of the prompt chunks of a step.
 
-    alone_ns: predicted time without any decodes.
-    reads_ns: time in which memory gives the chunks' keys and values; decodes wait for it.
+    alone_ns: time without any decodes.
+    reads_ns: time to read the chunks' keys and values from memory, for which decodes wait.
     """
 
     alone_ns: int
@@ -44,12 +44,12 @@ class ChunkTimes(NamedTuple):
 
 
 class ChunkWork(NamedTuple):
-    """What the prompt chunks of a step are, all heads alike.
+    """The amount of work in the prompt chunks of a step, per head.
 
-    pairs: of a query token and a token that it sees, on average over a request.
-    kv_tokens: that some query token sees.
-    max_item_pairs: of the largest work item of chunks that are not cut.
-    num_items: such work items.
+    pairs: number of (query token, token that it sees) pairs, counted with the mean of each request.
+    kv_tokens: tokens that at least one query token sees.
+    max_item_pairs: pairs of the largest work item, if chunks are not cut.
+    num_items: work items, if chunks are not cut.
     """
 
     pairs: int
@@ -59,7 +59,8 @@ class ChunkWork(NamedTuple):
 
 
 class Overlapped(NamedTuple):
-    """The first `items` of a tile list are co-scheduled with the chunks. total_ns: predicted time of the whole step."""
+    """How a step overlaps. items: number of leading items of the tile list that are co-scheduled with the chunks;
+    total_ns: predicted time of the whole step."""
 
     items: int
     total_ns: int
@@ -68,10 +69,9 @@ class Overlapped(NamedTuple):
 class _Profile(NamedTuple):
     """Arrays [items] that describe each item of a tile list together with the items before it.
 
-    blocks: [items, 4] of the item alone, as of `cost.stage_blocks`: blocks that all its rows see, other blocks,
-        segments, queries.
-    until_ns: time until the kernel has computed the item and those before it, without chunks.
-    is_wide: 1 if one of them has more rows than the narrow tile.
+    blocks: [items, 4] the item's full blocks, masked blocks, segments and queries, as in `cost.stage_blocks`.
+    until_ns: time until the kernel has computed this item and all before it, without chunks.
+    is_wide: 1 if this item or one before it has more rows than the narrow tile.
     """
 
     blocks: NDArray[np.int64]
@@ -82,7 +82,8 @@ class _Profile(NamedTuple):
 def chunk_work(
     seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32], window: int, queries_per_item: int
 ) -> ChunkWork:
-    """The work of prompt chunks that share nothing. In NumPy: nothing is compiled for a plan that is made on a GPU."""
+    """The work of prompt chunks that share nothing. It is plain NumPy, so that a plan made on a GPU compiles
+    nothing."""
     lengths, queries = seq_lens.astype(np.int64), np.diff(query_start_loc).astype(np.int64)
     longest = np.minimum(queries, queries_per_item)
     return ChunkWork(
@@ -95,10 +96,10 @@ def chunk_work(
 
 @njit
 def choose_overlap(items, num_slots, chunks, overlap, stage, tile_index, costs):
-    """Returns how many of the first items, which merge nothing, to co-schedule with the chunks.
+    """Chooses how many of the leading items, which merge nothing, to co-schedule with the chunks.
 
-    The candidates are: all items; as many as fit whole rounds of the SMs that end with the chunks; one round more. The
-    other items get a launch of their own, of `stage`. num_slots: partial states that a merge reads afterwards.
+    There are three candidates: all items; the whole rounds of items that end before the chunks do; and one round more.
+    The remaining items get a separate launch, of `stage`. num_slots: partials that a merge reads afterwards.
     """
     assert len(items) > 0, "a tile list of low tiles has items that merge nothing"
     number, profile = len(items), _profile(items, overlap)
@@ -125,13 +126,14 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, tile_index, costs):
 
 @njit(inner=True)
 def _items_of(rounds, overlap):
-    """Items that the SMs compute in whole rounds."""
+    """Number of items that the SMs compute in `rounds` rounds."""
     return rounds * overlap.num_sms // overlap.num_kv_heads
 
 
 @njit(inner=True)
 def _profile(items, overlap):
-    """An item is done when its share of every SM is, and when the SMs that have the most of the longest items are."""
+    """Computes the profile. Items are done when all SMs together have had time for their sum, and when an SM with the
+    most items has had time for them, each counted like the longest."""
     number = len(items)
     blocks = np.empty((number, 4), np.int64)
     until_ns, is_wide = np.empty(number, np.int64), np.empty(number, np.int64)
@@ -153,7 +155,8 @@ def _profile(items, overlap):
 
 @njit(inner=True)
 def _both_ns(chunk_ns, decode_ns, overlap, wide):
-    """Time of chunks and decodes that take so long without the other. While both run, each has a share of its speed."""
+    """Time of chunks and decodes that take `chunk_ns` and `decode_ns` alone. While both run, each has a share of its
+    speed."""
     chunk_end_ns = chunk_ns * 100 // overlap.chunk_percent[wide]
     decode_end_ns = decode_ns * 100 // overlap.decode_percent[wide]
     if decode_end_ns > chunk_end_ns:

@@ -1,4 +1,5 @@
-"""One step as row tiles: its query entries are made once, and answer what each candidate tiling costs and emits."""
+"""One step as row tiles: the query entries, made once, the predicted time of each candidate tiling, and its tile
+list."""
 
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -20,7 +21,7 @@ _NO_LIMITS: Final = np.full(3, np.iinfo(np.int64).max)
 
 
 class _Measures(NamedTuple):
-    """What a step's entries are, and what its candidates cost."""
+    """The entries of a step, and the times of its candidates."""
 
     entries: Entries
     times_ns: NDArray[np.int64]  # [candidates]
@@ -31,11 +32,11 @@ class TiledStep:
     """The requests of a step whose query tokens are rows of tiles.
 
     The candidates are those of `rule.priced`, in its order. The entries, the loads of every stage and the predicted
-    times are found together, once.
+    times are computed together, when one of them is first needed.
     """
 
     def __init__(self, rule: TilingRule, forest: Forest, batch: StepTables, limits: TileLimits | None = None) -> None:
-        """Measures a batch. forest: its prefix forest. limits: sizes of the plan's arrays; None: any size."""
+        """Keeps a batch. forest: its prefix forest. limits: sizes of the plan's arrays; None: any size."""
         self.rule, self.forest, self.batch, self._limits = rule, forest, batch, limits
 
     @cached_property
@@ -56,11 +57,11 @@ class TiledStep:
         return int(self.batch.query_start_loc[-1])
 
     def predict(self) -> NDArray[np.int64]:
-        """[candidates] predicted ns."""
+        """[candidates] int64: predicted time of each candidate in ns."""
         return self._measures.times_ns
 
     def fits(self) -> NDArray[np.bool_]:
-        """[candidates] whether each surely keeps within the limits, as the planner on the device knows it."""
+        """[candidates] bool: whether each surely keeps within the limits. The device planner uses the same bound."""
         return self._measures.fits
 
     def emit(self, tiling: Tiling) -> TileList:
@@ -73,9 +74,9 @@ class TiledStep:
     def overlap(
         self, numbers: list[int], chunks: ChunkTimes, costs: OverlapCosts, leftover: TileStage
     ) -> tuple[int, Overlapped]:
-        """Returns the candidate with which the step ends first, and what `choose_overlap` finds for it. numbers: the
-        candidates to try, each of one low tile without subtiles. leftover: the stage of the items that are not
-        co-scheduled."""
+        """(number of the candidate whose step ends first, the result of `choose_overlap` for it). numbers: the
+        candidates
+        to try, each with one low tile without subtiles. leftover: the stage of items that are not co-scheduled."""
         priced = self.rule.priced
         source = self.forest, self.entries, self.batch.window
         candidates = priced.stages, priced.uses, np.array(numbers, np.int64)
@@ -85,7 +86,7 @@ class TiledStep:
 
 @njit
 def _measure(forest, tables, stages, uses, costs, limits):
-    """Measures a batch. tables: seq_lens, query_start_loc and window."""
+    """The entries, times and fits of a batch. tables: seq_lens, query_start_loc and window."""
     seq_lens, query_start_loc, window = tables
     entries = make_entries(forest, seq_lens, query_start_loc)
     loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)
@@ -94,7 +95,7 @@ def _measure(forest, tables, stages, uses, costs, limits):
 
 @njit
 def _emit(forest, entries, table, launches, rule, window):
-    """The arrays of a tile list. launches: as of `launches_of`."""
+    """The arrays of a tile list. launches: see `launches_of`."""
     segment_size, page_size = rule.segment_size, rule.page_size
     emitted = emit_stage(forest, entries, table, stage_of_row(launches[0]), window, segment_size, page_size)
     bucket = np.full(len(emitted.items), launches[0, 0], np.int32)
@@ -109,8 +110,8 @@ def _emit(forest, entries, table, launches, rule, window):
 
 @njit
 def _overlap(source, candidates, chunks, overlap, leftover, costs):
-    """Number, items and total_ns of the best. source: forest, entries and window; candidates: stages and uses of all,
-    and the numbers of some."""
+    """(number, items, total_ns) of the best candidate. source: forest, entries and window; candidates: stages and uses
+    of all candidates, and the numbers of those to try."""
     forest, entries, window = source
     stages, uses, numbers = candidates
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))

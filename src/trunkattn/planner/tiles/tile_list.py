@@ -22,11 +22,11 @@ Int32Array = NDArray[np.int32]
 
 
 class Subtiles(NamedTuple):
-    """How the rows of a tile are divided; see `nest`."""
+    """How the rows of a tile are divided into subtiles; see `nest`."""
 
     number: int
-    height: int  # entries of one
-    block_segments: int  # segments of a block of one
+    height: int  # entries of a subtile
+    block_segments: int  # segments of a subtile's block
 
 
 class TileArrays(NamedTuple):
@@ -60,11 +60,11 @@ def join_stages(tall, low):
 
 @njit
 def nest(emitted, tile_of_item, subtiles):
-    """Deals the segments of an item from `shared_end` on to its subtiles, which read them at the same time.
+    """Deals the private segments of each item, from `shared_end` on, to its subtiles, which read them at the same time.
 
-    tile_of_item: the index of its tile in the rule's. subtiles [tiles of the rule, fields of Subtiles]. A segment goes
-    to every subtile that has queries of it. The list holds a block for each subtile in turn; short blocks are filled up
-    with segments of no token.
+    tile_of_item: the index of each item's tile in the rule. subtiles [tiles of the rule, fields of Subtiles]. A segment
+    goes to every subtile that has one of its queries. The list holds one block for each subtile in turn. Short blocks
+    are filled up with empty segments.
     """
     items, segments, queries, uncut = emitted
     items = items.copy()
@@ -103,7 +103,7 @@ def nest(emitted, tile_of_item, subtiles):
 
 @njit(inner=True)
 def _count(segments, item, height, lengths):
-    """Counts the segments of an item from `shared_end` on, by subtile."""
+    """Counts the private segments of an item by subtile."""
     lengths[:] = 0
     for i in range(item[SEGMENT_SHARED_END], item[SEGMENT_END]):
         low, high = segments[i, SEGMENT_QUERIES] & 255, segments[i, SEGMENT_QUERIES] >> 8 & 255
@@ -113,10 +113,11 @@ def _count(segments, item, height, lengths):
 
 @njit
 def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
-    """Partial slots, merges, and items in the order of their buckets, heaviest first.
+    """The arrays of a tile list: partial slots, merges, and the items by bucket, heaviest first.
 
-    bucket [num_items]: tile height. An item of the lowest tile that is `uncut` and holds the last partial of all its
-    queries merges the others itself, at most `fuse_up_to` of them, and moves to the second half of the buckets.
+    bucket [num_items]: index of each item's tile. An uncut item of the lowest tile merges the partials of its queries
+    itself if it has the last partial of each of them and at most `fuse_up_to` others are to be merged. Such an item
+    moves to the second half of the buckets.
     """
     items, segments, queries, uncut = emitted
     partials = np.zeros(num_queries, np.int32)
@@ -148,17 +149,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
         counts[bucket[item] + 1] += 1
     for i in range(2 * num_buckets):
         counts[i + 1] += counts[i]
-    left = 0
-    for query in range(num_queries):
-        left += partials[query] > 1 and not fused[query]
-    merge_queries = np.empty(left, np.int32)
-    merge_ranges = np.empty((left, 2), np.int32)
-    at = 0
-    for query in range(num_queries):
-        if partials[query] > 1 and not fused[query]:
-            merge_queries[at] = query
-            merge_ranges[at, 0], merge_ranges[at, 1] = first[query], first[query] + partials[query]
-            at += 1
+    merge_queries, merge_ranges = _list_merges(partials, first, fused)
     order = np.argsort(weight, kind="mergesort")
     num_slots = int(partials[partials > 1].sum())
     return TileArrays(
@@ -176,7 +167,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
 
 @njit(inner=True)
 def _slots(queries, partials):
-    """Consecutive slots for the partials of a query, in the order in which they were emitted."""
+    """(slots, first): consecutive slots for the partials of each query in the order of emission, and its first slot."""
     first = np.zeros(len(partials), np.int32)
     total = 0
     for query in range(len(partials)):
@@ -189,3 +180,20 @@ def _slots(queries, partials):
             slots[i] = following[queries[i]]
             following[queries[i]] += 1
     return slots, first
+
+
+@njit(inner=True)
+def _list_merges(partials, first, fused):
+    """(merge_queries, merge_ranges): the queries with several partials that no item merges, and their partial slots."""
+    left = 0
+    for query in range(len(partials)):
+        left += partials[query] > 1 and not fused[query]
+    merge_queries = np.empty(left, np.int32)
+    merge_ranges = np.empty((left, 2), np.int32)
+    at = 0
+    for query in range(len(partials)):
+        if partials[query] > 1 and not fused[query]:
+            merge_queries[at] = query
+            merge_ranges[at, 0], merge_ranges[at, 1] = first[query], first[query] + partials[query]
+            at += 1
+    return merge_queries, merge_ranges
