@@ -283,7 +283,7 @@ def glossary() -> Drawing:
         for row in range(2):
             drawing.rectangle(474 + 58 * pair, 244 + 80 * pair + 40 * row, 56, 38, "own")
     drawing.line([(172, 412), (172, 420), (472, 420), (472, 412)], "soft")
-    drawing.text(322, 438, "the trunk's span: 4 segments", anchor="middle", size=SMALL, shade="soft")
+    drawing.text(322, 438, "the trunk: 4 segments", anchor="middle", size=SMALL, shade="soft")
     drawing.text(530, 438, "leaves", anchor="middle", size=SMALL, shade="soft")
     drawing.note(
         10, 474, 580, "A tile has rows and reads segments of a page. It takes the keys in blocks, and every row keeps "
