@@ -1,11 +1,11 @@
 """The CPU attention kernel: tiled attention with online softmax (FlashAttention), and the merge of partials (PAT §7).
 
-A task is one work item for one KV head. Its query rows lie along the vector lanes, [head_dim, lanes], so keys and
-values are used where they are in the paged cache, without a copy, whatever the page size: the register tile takes a
-list of row offsets. Softmax statistics are per lane; every row's arithmetic is the same whatever rows lie beside it.
-That is what makes batch-invariant plans possible.
+A task is one work item for one KV head. Its query rows lie along the vector lanes, [head_dim, lanes]. The register tile
+takes a list of row offsets, so keys and values are used in place in the paged cache for any page size. Softmax
+statistics are per lane, so the arithmetic of a row does not depend on the other rows, which makes batch-invariant plans
+possible.
 
-Functions with one caller are inlined: Numba would compile each of them alone, and once more in its caller.
+Functions with one caller are inlined, because otherwise Numba would compile each of them twice.
 """
 
 from functools import cache
@@ -67,7 +67,8 @@ class Outputs(NamedTuple):
 
 @njit(inline="always")
 def _keys_of(task, work, shape):
-    """Keys of a task. Blocks are equal, so that no short one is left over, or aligned to the sequence's start."""
+    """The keys of a task. Its blocks have about equal sizes, so that no short one is left over, or, with
+    `aligned_blocks`, begin at multiples of BLOCK_TOKENS."""
     item = array_at(work.items + 4 * ITEM_COLUMNS * (task // shape.num_kv_heads), np.int32)
     pages = work.block_table + 4 * np.int64(item[KV_ROW]) * work.table_columns
     start, end = np.int64(item[KV_START]), np.int64(item[KV_END])
@@ -80,9 +81,9 @@ def _keys_of(task, work, shape):
 
 @njit(inline="always")
 def _load_queries(q_at, work, begin, end, head, shape, scale, lanes, ws):
-    """ws.q[d, m] = q · scale, rows ordered by token, then head of the group; idle lanes are zero.
+    """Computes ws.q[d, m] = q · scale. Rows m are ordered by token, then by head of the group. Idle lanes are zero.
 
-    Returns the least and the greatest position of a row.
+    Returns the least and the greatest position of the rows.
     """
     q, lane_q = array_at(q_at, np.float32), array_at(ws.q, np.float32)
     queries, positions = array_at(work.queries, np.int32), array_at(work.positions, np.int32)
@@ -107,7 +108,7 @@ def _load_queries(q_at, work, begin, end, head, shape, scale, lanes, ws):
 
 @njit(inline="always")
 def _clear(ws, lanes, width):
-    """The state of no key."""
+    """Sets the softmax state of rows that have seen no key."""
     row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
     acc = array_at(ws.acc, np.float32)
     for m in range(lanes):
@@ -119,7 +120,8 @@ def _clear(ws, lanes, width):
 
 @njit(inline="always")
 def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws, soft_cap):
-    """All blocks of a task. `following`: the keys of the thread's next task, which the last block looks ahead to."""
+    """Attends to all blocks of a task. following: the keys of the thread's next task, whose first block is fetched
+    during the last one."""
     itemsize = array_at(k_cache.address, kv_bits).itemsize
     first = keys.first
     while first < keys.end:
@@ -136,7 +138,7 @@ def _attend_keys(keys, following, queries, shape, k_cache, v_cache, kv_bits, ws,
 
 @njit(inline="always")
 def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
-    """A task's rows: final outputs of those that have no other task, partial states of the others."""
+    """Writes the rows of a task: the output if all KV of the row is in this task, otherwise a partial."""
     group = shape.num_qo_heads // shape.num_kv_heads
     queries, slots = array_at(work.queries, np.int32), array_at(work.partial_slots, np.int32)
     row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
@@ -162,20 +164,21 @@ def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
 def _row_at(address, row, shape):
     """A row of values, counted from 0.
 
-    Numba takes an index below 0 to count from the end; where it cannot rule that out, LLVM does not vectorise.
+    Numba lets a negative index count from the end. Unless it can rule negative indices out, LLVM does not vectorise, so
+    each row is an array of its own.
     """
     return array_at(address + 4 * row * shape.head_dim_v, np.float32)
 
 
 @njit(inner=True, error_model="numpy")
 def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, options):
-    """Final output of one row: normalised, value scale and sink applied.
+    """Writes the final output of one row, with the value scale and the sink.
 
-    By NumPy's rules 0 / 0 is NaN in that row; by Python's it would end the batch.
+    NumPy's error model makes 0 / 0 a NaN in that row. Python's would raise an error for the whole batch.
     """
     sinks, out_lse = array_at(options.sinks, np.float32), array_at(outputs.lse, np.float32)
     factor = v_scale / row_sum
-    if options.num_sinks > 0:  # an extra logit without a value
+    if options.num_sinks > 0:  # a sink is an extra logit without a value
         factor *= np.float32(1.0) / (np.float32(1.0) + np.float32(np.exp(sinks[query_head] - lse)))
     row = token * shape.num_qo_heads + query_head
     acc, out = array_at(acc_at, np.float32), _row_at(outputs.out, row, shape)
@@ -186,9 +189,9 @@ def _write(token, query_head, shape, acc_at, row_sum, lse, v_scale, outputs, opt
 
 @njit(inline="always")
 def _merge(token, slots, head, shape, outputs, options, acc_at):
-    """Online-softmax merge of one query token's partials, in token order (PAT §7, RelayAttention §3.3).
+    """Merges the partials of one query token for one head, in token order (PAT §7, RelayAttention §3.3).
 
-    slots: the first and one past the last.
+    slots: the first partial slot and one past the last.
     """
     partial_lse = array_at(outputs.partial_lse, np.float32)
     v_scale, acc = array_at(options.v_scale, np.float32), array_at(acc_at, np.float32)

@@ -1,4 +1,4 @@
-"""The CPU side of `BatchAttention`: a work list, a workspace that grows with the plans, and the run."""
+"""The CPU side of `BatchAttention`: plans work lists, keeps a workspace that grows with them, and runs them."""
 
 from typing import NamedTuple
 
@@ -31,16 +31,16 @@ class CpuStep(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Zero: one kernel computes everything, prompt chunks too."""
+        """Always 0: one kernel computes everything, prompt chunks included."""
         return 0
 
     @property
     def counters(self) -> Counters:
-        """Nothing: `stats` never wait."""
+        """Empty counters: on a CPU `stats` never waits."""
         return Counters(None, None)
 
     def only(self, part: Part) -> "CpuStep | None":
-        """The step itself for decodes: there are no prompt chunks for a kernel of their own."""
+        """The step itself for "decodes", None for "chunks": no separate kernel computes prompt chunks."""
         return self if part == "decodes" else None
 
     def stats(self) -> PlanStats:
@@ -78,7 +78,7 @@ class CpuBackend:
         self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
 
     def plan(self, batch: StepTables, into: CpuStep | None = None) -> CpuStep:
-        """Plans a checked batch; a step has nothing fixed that `into` would have to keep."""
+        """Plans a checked batch. `into` is ignored, because a step on a CPU has no arrays of fixed size."""
         planned = self._planner.plan(batch)
         shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)
         kept = planned.batch
@@ -90,7 +90,7 @@ class CpuBackend:
 
     @property
     def plans_on_device(self) -> bool:
-        """The tables lie in host memory."""
+        """Always False: the tables lie in host memory."""
         return False
 
     @property

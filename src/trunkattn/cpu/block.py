@@ -44,11 +44,11 @@ class Shape(NamedTuple):
     page_size: int
     kv_kind: int
     window: int
-    aligned_blocks: bool  # blocks of keys start at multiples of BLOCK_TOKENS, whatever the item's first token
+    aligned_blocks: bool  # blocks of keys start at multiples of BLOCK_TOKENS of the sequence, not at the item's start
 
 
 class Cache(NamedTuple):
-    """Keys or values, [num_pages, page_size, num_kv_heads, width]: where their bits lie, and strides in elements."""
+    """Keys or values [num_pages, page_size, num_kv_heads, width]: their address, and strides in elements."""
 
     address: int
     page_stride: int
@@ -57,7 +57,7 @@ class Cache(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of a task: tokens start .. end - 1 for one KV head, in blocks of `step` tokens from token `first` on."""
+    """The keys of a task: tokens [start, end) for one KV head, in blocks of `step` tokens from token `first` on."""
 
     pages: int  # address of the task's row of the block table
     start: int
@@ -68,7 +68,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The query rows of a task. `lanes`: rows padded to whole vectors; `width`: head_dim_v likewise."""
+    """The query rows of a task. lanes: rows padded to whole vectors; width: head_dim_v padded to whole vectors."""
 
     rows: int
     lanes: int
@@ -80,8 +80,8 @@ class Queries(NamedTuple):
 class Workspace(NamedTuple):
     """Addresses of a thread's arrays.
 
-    Addresses, and not arrays: whenever it reads a field, Numba copies the whole tuple, and an array is seven numbers.
-    Offsets are in elements of what they point into.
+    They are addresses, not arrays, because Numba copies the whole tuple whenever it reads a field, and an array is
+    seven numbers. Offsets count elements of the array that they index.
     """
 
     q: int  # [head_dim, lanes] float32, scaled
@@ -90,12 +90,12 @@ class Workspace(NamedTuple):
     row_max: int  # [lanes] float32, as the two below
     row_sum: int
     rescale: int
-    keys: int  # [BLOCK_TOKENS, head_dim] float32, a narrow block converted
-    values: int  # [BLOCK_TOKENS, width] float32
-    q_offsets: int  # [head_dim] int64 into q, as all below
+    keys: int  # [BLOCK_TOKENS, head_dim] float32, the keys of a block, converted from a narrower dtype
+    values: int  # [BLOCK_TOKENS, width] float32, its values
+    q_offsets: int  # [head_dim] int64 into q; all arrays below are int64, too
     lane_offsets: int  # [lanes] into a line of scores
-    positions: int  # [lanes] of the query rows in their sequences
-    key_offsets: int  # [BLOCK_TOKENS] into the cache, and the same of values
+    positions: int  # [lanes] positions of the query rows in their sequences
+    key_offsets: int  # [BLOCK_TOKENS] into the key cache, and below it into the value cache
     value_offsets: int
     staged_key_offsets: int  # [BLOCK_TOKENS] into `keys` and `values`
     staged_value_offsets: int
@@ -108,7 +108,7 @@ def padded(count: int) -> int:
 
 
 def workspace_sizes(lanes: int, shape: Shape) -> tuple[int, int]:
-    """float32 and int64 elements of a thread's workspace; see `workspace_at`."""
+    """(float32 elements, int64 elements) of a thread's workspace; see `workspace_at`."""
     width = padded(shape.head_dim_v)
     floats = lanes * (shape.head_dim + BLOCK_TOKENS + width + 3) + BLOCK_TOKENS * (shape.head_dim + width)
     return floats, shape.head_dim + 2 * lanes + 4 * BLOCK_TOKENS + BLOCK_TOKENS // _SCORE_KEYS * shape.head_dim
@@ -116,7 +116,7 @@ def workspace_sizes(lanes: int, shape: Shape) -> tuple[int, int]:
 
 @njit(inline="always")
 def workspace_at(floats, ints, head_dim, lanes, width):
-    """The arrays of a task in its thread's workspace, which begins at two addresses."""
+    """The arrays of a task in its thread's workspace, whose float32 and int64 parts begin at two addresses."""
     scores = floats + 4 * head_dim * lanes
     acc = scores + 4 * BLOCK_TOKENS * lanes
     row_max = acc + 4 * lanes * width
@@ -277,7 +277,7 @@ def _soft_cap(ws, count, cap):
 
 @njit(inner=True)
 def _mask(ws, lanes, rows, first, tokens, start, end, window):
-    """Removes what a row must not see: tokens outside the item, after its position, or before its window."""
+    """Masks the tokens that a row must not see: those outside the item, after its position, or before its window."""
     scores, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
     for t in range(tokens):
         token = first + t
@@ -289,7 +289,7 @@ def _mask(ws, lanes, rows, first, tokens, start, end, window):
 
 @njit(inner=True, fastmath={"contract", "nsz"})
 def _online_softmax(ws, lanes, tokens):
-    """Scores become p = 2^(score - row_max); `rescale` is what earlier ones must be multiplied by."""
+    """Turns scores into p = 2^(score - row_max). `rescale` gets the factors for the sums of earlier blocks."""
     scores, rescale = array_at(ws.scores, np.float32), array_at(ws.rescale, np.float32)
     row_max, row_sum = array_at(ws.row_max, np.float32), array_at(ws.row_sum, np.float32)
     for m in range(lanes):
@@ -311,7 +311,8 @@ def _online_softmax(ws, lanes, tokens):
 
 @njit(inner=True)
 def _cache_offsets(ws, keys, first, tokens, page_size, k_cache, v_cache):
-    """Where a block's keys and values begin; tokens outside the item stand at one inside, and are masked."""
+    """Finds where a block's keys and values begin. Tokens outside the item get the place of one inside, and are
+    masked."""
     pages = array_at(keys.pages, np.int32)
     k_offsets, v_offsets = array_at(ws.key_offsets, np.int64), array_at(ws.value_offsets, np.int64)
     token = min(max(first, keys.start), keys.end - 1)

@@ -1,4 +1,4 @@
-"""Pieces of the CPU executor that a compiler can vectorise: 2^x, tanh, KV elements to float32."""
+"""Functions of the CPU kernels that a compiler can vectorise: 2^x, tanh, and conversion of KV elements to float32."""
 
 from typing import Any, Final
 
@@ -47,8 +47,8 @@ def tanh(y):
 
 @njit(inline="always")
 def _half_to_float(bits):
-    """float16 bits: exponent and mantissa move up 13 places. What is subnormal is converted as an integer: as a float32
-    it would be subnormal too, which a processor may take a hundred cycles for."""
+    """float32 from float16 bits: exponent and mantissa move up 13 places. Subnormal numbers are converted as integers,
+    because shifted they would be subnormal float32 numbers, which can take a processor a hundred cycles."""
     bits = np.int32(bits)
     magnitude = bits & np.int32(0x7FFF)
     shifted = magnitude << np.int32(13)
@@ -63,7 +63,7 @@ def _half_to_float(bits):
 
 @njit(inline="always")
 def _e4m3_to_float(bits):
-    """float8_e4m3fn bits, likewise: no infinity, NaN is 0x7F."""
+    """float32 from float8_e4m3fn bits, in the same way. This type has no infinity, and its NaN is 0x7F."""
     bits = np.int32(bits)
     magnitude = bits & np.int32(0x7F)
     if magnitude < np.int32(8):
@@ -79,7 +79,8 @@ def to_floats(out: Any, to: int, values: Any, at: int, count: int, kind: int) ->
     """KV elements values[at : at + count] as float32 to out[to :]; `values` holds the bits of a narrow dtype `kind`.
     Compiled code only.
 
-    There is a loop for each kind, with places that the compiler knows not to be negative: others it does not vectorise.
+    Each kind has its own loop, with indices that the compiler knows not to be negative; otherwise it does not
+    vectorise.
     """
     raise TypeError("to_floats runs in compiled code only")
 
@@ -117,10 +118,10 @@ def _to_floats(out, to, values, at, count, kind):
 
 
 def as_float32(cache: Any, staged: Any) -> Any:
-    """The cache itself if it is float32, else the staged copy: decided when compiled. Compiled code only.
+    """The cache itself if it is float32, else the staged copy, as decided at compile time. Compiled code only.
 
-    Not an inlined overload: Numba follows one by a pass that drops stores to arrays which it takes for unused, among
-    them fields of a named tuple.
+    It is no inlined overload, because after inlining Numba runs a pass that drops stores to arrays it believes unused,
+    such as fields of a named tuple.
     """
     raise TypeError("as_float32 runs in compiled code only")
 

@@ -1,8 +1,8 @@
 """Float32 linear layers for the CPU, with the executor's register tile, and weights in float32 or int8.
 
-A decode step multiplies every weight by a few rows, so it streams the whole model from memory: the weights lie in
-panels in the order of use, and the lines of the next slice are fetched one per step of the arithmetic. Weights in int8
-are a quarter of that. As many of an output as a group has share a scale, as in GGUF's Q8_0.
+A decode step multiplies every weight by a few rows, so it streams the whole model from memory. The weights lie in
+panels, in the order of use, and each step of the arithmetic fetches one cache line of the next slice. Weights in int8
+take a quarter of the bytes. A group of inputs of an output shares a scale, as in GGUF's Q8_0.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""CPU executor of a work list (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them."""
+"""Executes a work list on a CPU (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them."""
 
 from functools import cache
 from types import MappingProxyType
@@ -16,11 +16,11 @@ from trunkattn.cpu.microkernel import LANES
 from trunkattn.cpu.threads import call_on_threads, kernel_address
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
 
-# The planner's unit of load is one query row × one key. Fetching a key and its value takes the time of so many rows:
+# The unit of load is one query row × one key. To fetch a key and its value takes as long as 16 rows of arithmetic.
 _FETCH_ROWS = 16
-# and beginning and ending a task that of so many rows × keys:
+# To begin and end a task takes as long as 600 units.
 _TASK_LOAD = 600
-_LINE_FLOATS = 16  # of a cache line
+_LINE_FLOATS = 16  # float32 numbers of a cache line
 
 
 class CpuPlan(NamedTuple):
@@ -28,7 +28,7 @@ class CpuPlan(NamedTuple):
 
     work: WorkList
     block_table: NDArray[np.int32]
-    positions: NDArray[np.int32]  # [num_query_tokens] of each query token in its sequence
+    positions: NDArray[np.int32]  # [num_query_tokens] position of each query token in its sequence
     tasks: NDArray[np.int32]  # item * num_kv_heads + head, by thread
     task_indptr: NDArray[np.int32]  # [num_threads + 1]
     max_lanes: int  # query rows of the tallest item, padded to whole vectors
@@ -38,7 +38,7 @@ class CpuPlan(NamedTuple):
 class Layer(NamedTuple):
     """One layer's tensors: q and out contiguous float32, lse float32, caches of any strides.
 
-    kv_bits: the dtype through which NumPy reads the caches' bits.
+    kv_bits: the dtype with which NumPy reads the bits of the caches.
     """
 
     q: torch.Tensor
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
 
 
 class Options:
-    """What a layer's logits and values are multiplied by, its soft cap and sinks.
+    """The scales, soft cap and sinks of a layer.
 
     logit_scale, v_scale: [num_kv_heads] float32. soft_cap: 0 for none. sinks: [num_qo_heads] float32, or empty.
     """
@@ -62,13 +62,13 @@ class Options:
         soft_cap: float,
         sinks: NDArray[np.float32],
     ) -> None:
-        self._arrays = (logit_scale, v_scale, sinks)  # what the addresses point to
+        self._arrays = (logit_scale, v_scale, sinks)  # kept alive, because `arguments` has their addresses
         cap_bits = int(np.float32(soft_cap).view(np.int32))
         self.arguments = (*(address_of(array) for array in self._arrays), len(sinks), cap_bits)
 
 
 class Workspace:
-    """What a run writes besides its results, for tiles of up to `lanes` padded query rows and `num_slots` partials."""
+    """Scratch memory of a run, for tiles of up to `lanes` padded query rows and for `num_slots` partials."""
 
     def __init__(self, num_threads: int, lanes: int, num_slots: int, shape: Shape) -> None:
         self.lanes, self.num_slots = lanes, num_slots
@@ -104,7 +104,7 @@ def prepare(
     shape: Shape,
     num_threads: int,
 ) -> CpuPlan:
-    """Deals the tasks to threads, heaviest first to the least loaded."""
+    """Deals the tasks to threads: the heaviest first, each to the thread with the least load."""
     group = shape.num_qo_heads // shape.num_kv_heads
     arrays = (block_table, work.items, work.queries, work.partial_slots, work.merge_queries, work.merge_indptr)
     positions, tasks, indptr, most, addresses = _deal(
@@ -164,7 +164,7 @@ def _deal(arrays, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
 
 
 def strides_of(cache: torch.Tensor) -> Strides:
-    """A cache's strides, 0 where there is one page, token or head."""
+    """A cache's strides. The stride of an axis of size 1 is 0."""
     page, token, head, _ = cache.stride()
     pages, tokens, heads, _ = cache.shape
     return Strides(page if pages > 1 else 0, token if tokens > 1 else 0, head if heads > 1 else 0)

@@ -48,7 +48,7 @@ def _home() -> int:
 
 
 def _set_threads(num_threads: int) -> None:
-    """Lets this thread's next parallel loops use up to `num_threads` threads, as far as Numba started as many."""
+    """Lets this thread's next parallel loops use up to `num_threads` threads, or as many as Numba has started."""
     started: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # Numba sets it at run time
     before = torch.get_num_threads()
     numba.set_num_threads(min(num_threads, started))

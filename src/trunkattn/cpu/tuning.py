@@ -24,8 +24,8 @@ class RegisterTiles:
     output_vectors: int
 
 
-# As many accumulators as the registers hold beside the operands. With 16 lanes there are 32 registers, with 8 lanes 16,
-# of which scores take 12 + 3 + 1, with 4 lanes (NEON) 32 again.
+# Tiles with as many accumulators as the registers can hold beside the operands. There are 32 registers with 16 lanes,
+# 16 with 8 lanes (of which scores use 12 + 3 + 1), and 32 with 4 lanes (NEON).
 REGISTER_TILES: Final = MappingProxyType(
     {
         16: RegisterTiles(lanes=16, score_keys=8, score_vectors=3, output_rows=6, output_vectors=4),
