@@ -1,7 +1,7 @@
-"""Lists on the device: the arrays that kernels read of a step, and the launches that read them.
+"""The arrays of a plan on the device, and the launches that read them.
 
-`Arrays.place` is the one way there. Without a capacity a step gets arrays of its own size; with one, `Arrays.reserve`
-makes arrays that hold any step of the capacity, for launches of fixed size that a CUDA graph may hold.
+Only `Arrays.place` copies lists to the device. Without a capacity, a step gets arrays of its own size. With one,
+`Arrays.reserve` makes arrays that hold any step of the capacity, and launches of fixed size for a CUDA graph.
 """
 
 from collections.abc import Callable, Hashable
@@ -36,10 +36,10 @@ class Launch(NamedTuple):
     """One launch of a plan.
 
     kernel: the name of its kernel. num_ctas: size of its grid.
-    buckets: the buckets of the tile list whose items it computes, ascending: that of one tile, or those of all tiles
-    of a kernel. Empty for a launch that computes no items, such as a merge.
-    spread: where items are few, no SM gets two CTAs with work while others have none, though a launch ahead may still
-    be busy on some. counts: the array that says where the buckets begin.
+    buckets: the buckets of the tile list whose items it computes, ascending: one tile's, or those of all tiles of a
+    kernel. Empty for a launch that computes no items, such as a merge.
+    spread: if items are few, spread them so that no SM gets two CTAs with work while another has none, even if an
+    earlier launch still occupies some SMs. counts: the array that says where the buckets begin.
     """
 
     kernel: str
@@ -51,7 +51,7 @@ class Launch(NamedTuple):
 
 
 class LaunchOptions(NamedTuple):
-    """Options of a launch. pdl: how it waits for others, and they for it. return_lse: it writes log-sum-exps, too."""
+    """Options of a launch. pdl: programmatic dependent launch. return_lse: whether it also writes log-sum-exps."""
 
     pdl: Pdl
     return_lse: bool
@@ -74,7 +74,8 @@ class Packed:
         return list(accumulate(self.sizes.values(), initial=0))
 
     def send(self, host: dict[str, Int32Array]) -> None:
-        """Fills the first arrays, in one copy up to the end of what the last of them gets; host: in their order."""
+        """Fills the first arrays with those of `host`, which are in the same order, by one copy that ends with the
+        last."""
         last = list(host)[-1]
         used = self._begins[len(host) - 1] + host[last].size
         staging = torch.empty(used, dtype=torch.int32, pin_memory=self.flat.is_cuda, device="cpu")
@@ -100,21 +101,21 @@ class ChunkArrays(Packed):
 
 @dataclass(frozen=True)
 class GpuPlan(Packed):
-    """A tile list on the device, the work items of prompt chunks, if there may be any, and the launches of both.
+    """A tile list on the device, the work items of prompt chunks if the plan can have any, and the launches of both.
 
-    Its array `overlapped` [3]: items [first, last), of the lowest tile and merging nothing, that are co-scheduled with
-    the chunks in one launch and are in no bucket of `counts`, and the most queries of one; only a plan with a launch of
-    `Work.BOTH` has any.
+    The array `overlapped` [3] is first, last and the most queries of one of the items [first, last) that are
+    co-scheduled with the chunks. They are of the lowest tile, merge nothing, and are in no bucket of `counts`. The
+    range is empty unless the plan has a launch of `Work.BOTH`.
 
     Attributes:
-        launches: in their order.
-        tiles, merge_tile: of the launches.
-        streams: launches that wait for nothing run side by side (PAT §6).
-        chunks: the arrays of prompt chunks; None: there may be none.
+        launches: the launches in their order.
+        tiles, merge_tile: the tiles that the launches compute.
+        streams: whether independent launches run on separate streams (PAT §6).
+        chunks: the arrays of prompt chunks; None if the plan cannot have any.
         summary: [3] int64: the tiling, KV tokens that its tiles read, and KV tokens without sharing. Only for lists
             that were made on the device.
-        bound: its launches, ready for layers of a kind (`gpu.launch`).
-        unreadable: why its kernels could not read the layers of some kinds, each reason once.
+        bound: layer key -> the launches bound for such layers (`gpu.launch`).
+        unreadable: the reasons why a kernel could not read some layers, each once.
     """
 
     launches: tuple[Launch, ...]
@@ -141,22 +142,22 @@ class GpuPlan(Packed):
         return replace(self, launches=tuple(each for each in self.launches if each.work in (Work.PREFILL, Work.BOTH)))
 
     def forget_tiles(self) -> None:
-        """Takes all rows of tiles out of a plan that is filled on the device, on the current stream."""
+        """Removes all rows of tiles, on the current stream, from a plan that is filled on the device."""
         assert self.summary is not None
         self.arrays["counts"].zero_()
         self.summary.zero_()
 
     def forget_chunks(self) -> None:
-        """Takes the prompt chunks, if it may hold any, and the items that overlap them out of a plan that is filled on
-        the device, on the current stream."""
+        """Removes the prompt chunks and the items that overlap them, on the current stream, from a plan that is filled
+        on the device."""
         if self.chunks:
             self.arrays["chunk_count"].zero_()
             self.arrays["overlapped"].zero_()
 
 
 class Lists(NamedTuple):
-    """What a plan is filled with. positions [num_query_tokens]: place in the sequence. num_overlapped: so many items of
-    the first bucket are co-scheduled with the chunks."""
+    """The lists that fill a plan. positions [num_query_tokens]: each query token's place in its sequence.
+    num_overlapped: number of items of the first bucket that are co-scheduled with the chunks."""
 
     tiles: TileList
     positions: Int32Array
@@ -168,12 +169,12 @@ class Arrays:
     """Puts lists on a device, for the kernels of an attention."""
 
     def __init__(self, kernels: Kernels, card: Card, device: torch.device, streams: bool = False) -> None:
-        """Makes arrays on a device. streams: launches that wait for nothing run side by side (PAT §6)."""
+        """Makes arrays on a device. streams: independent launches run on separate streams (PAT §6)."""
         self._kernels, self._card, self._device, self._streams = kernels, card, device, streams
 
     def place(self, lists: Lists, geometry: Geometry, into: GpuPlan | None = None) -> GpuPlan:
-        """Starts the copy of lists to the device. into: a reserved plan that they fit; launches that were captured read
-        them there. None: they get arrays of their own."""
+        """Starts the copy of lists to the device. into: a reserved plan with room for them, whose captured launches
+        then read them; None: new arrays."""
         host = _tile_arrays(lists)
         if into is None:
             into = self._of_size(lists, host, geometry)
@@ -200,8 +201,8 @@ class Arrays:
 
     @torch.inference_mode(False)
     def reserve(self, limits: TileLimits, geometry: Geometry, chunk_limits: ChunkLimits | None = None) -> GpuPlan:
-        """An empty plan for any tile list, and any prompt chunks, within the limits. Its launches have a fixed size.
-        Items may merge only what taller tiles leave, and not with streams."""
+        """An empty plan with room for any tile list and any prompt chunks within the limits. Its launches have fixed
+        sizes. Items of such a plan may merge only what taller tiles leave, and nothing with streams."""
         sizes = {
             "counts": 2 * len(self._kernels.tiles) + 2,
             "chunk_count": 1,
@@ -247,15 +248,15 @@ class Arrays:
         )
 
     def _merge_early(self, lists: Lists) -> bool:
-        """Whether items that merge may share a launch with others of their tile: nothing that they merge is computed in
-        that launch, or beside it."""
+        """Whether items that merge can share a launch with other items of their tile: this holds if nothing that they
+        merge is computed in that launch or at the same time."""
         return lists.tiles.merges_taller and not self._streams and not lists.num_overlapped
 
     def _decode_launches(
         self, counts: Int32Array | None = None, num_kv_heads: int = 1, merge_early: bool = False
     ) -> list[Launch]:
-        """The launches of rows of tiles. counts: items of each bucket, of which those without any launch nothing; None:
-        they are not known, and a launch fills the device."""
+        """The launches of rows of tiles. counts: items of each bucket, and an empty bucket gets no launch; None: the
+        numbers are unknown, and each launch fills the device."""
         if counts is None:
             return [self._decode_launch(buckets) for buckets in self._groups()]
         items = counts.tolist()
@@ -263,7 +264,7 @@ class Arrays:
         return [self._decode_launch(buckets, num * num_kv_heads) for buckets, num in sums.items() if num]
 
     def _decode_launch(self, buckets: tuple[int, ...], num_ctas: int | None = None) -> Launch:
-        """The launch of some buckets. num_ctas: None: it fills the device."""
+        """The launch of some buckets. num_ctas: size of its grid; None: it fills the device."""
         tiles, num_sms = self._kernels.tiles, self._card.num_sms
         lowest = tiles[buckets[0] % len(tiles)]
         kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
@@ -277,13 +278,13 @@ class Arrays:
 
     @property
     def _queues(self) -> bool:
-        """Whether CTAs of the lowest tile wait for a place on an SM in a plan of fixed size."""
+        """Whether a plan of fixed size launches more CTAs of the lowest tile than run at once."""
         lowest, *taller = self._kernels.tiles
         return lowest.queued_per_sm > 0 and all(tile.one_launch for tile in taller)
 
     def _groups(self) -> list[tuple[int, ...]]:
-        """Buckets of the launches of a plan of fixed size: of all tiles that share a launch, then of the others, tall
-        ones first. Items of the lowest tile that merge come with those that do not."""
+        """The buckets of each launch of a plan of fixed size: first of all tiles that share a launch, then of each
+        other tile, tall ones first. In the lowest tile, items that merge are launched with those that do not."""
         tiles = self._kernels.tiles
         together = tuple(bucket for bucket, tile in enumerate(tiles) if tile.one_launch)
         groups: list[tuple[int, ...]] = [(bucket,) for bucket in range(len(tiles)) if bucket not in together]
@@ -292,8 +293,9 @@ class Arrays:
         return [*([together] if together else []), *reversed(groups)]
 
     def _groups_of(self, counts: list[int], merge_early: bool) -> list[tuple[int, ...]]:
-        """Buckets of the launches of a plan whose items are known: a launch for each, tall tiles first, then those that
-        merge. A few long items alone would idle the card, so those of the lowest tile share one where they may."""
+        """The buckets of each launch of a plan whose items are known: one launch per bucket, tall tiles first, then the
+        buckets that merge. A launch of a few long items would idle the card, so the two buckets of the lowest tile
+        share one where possible."""
         heights = len(self._kernels.tiles)
         lowest_together = merge_early and counts[0] and counts[heights]
         tall = [(bucket,) for bucket in range(heights - 1, 0, -1)]
@@ -303,7 +305,7 @@ class Arrays:
         return [*tall, (0,), *tall_that_merge, (heights,)]
 
     def _merge_launch(self, num_tasks: int | None = None) -> Launch:
-        """The launch of the merges that no item does. num_tasks: None: they are not known."""
+        """The launch of the merges that no item does. num_tasks: number of merge tasks; None: unknown."""
         most = self._card.num_sms * self._kernels.merge_tile.ctas_per_sm
         return Launch("portable merge", Work.MERGE, most if num_tasks is None else min(num_tasks, most))
 
@@ -319,10 +321,10 @@ class Arrays:
         return self._kernels.prefill_tile.under(window)
 
     def _chunks_of_size(self, chunks: ChunkList, geometry: Geometry, overlapped: bool) -> ChunkArrays:
-        """Room for some prompt chunks. CTAs of a persistent tile, and of one that decodes overlap, take one item after
-        the other and load ahead; of another tile each item and head has its own CTA."""
+        """Room for these prompt chunks. With a persistent tile, or if decodes overlap, a CTA computes one item after
+        the other and loads ahead; otherwise each item and KV head has its own CTA."""
         tile, num_sms = self._prefill_tile(geometry.window), self._card.num_sms
-        columns = -(-chunks.block_table.shape[1] // 16) * 16  # kernels compile anew for a stride of another kind
+        columns = -(-chunks.block_table.shape[1] // 16) * 16  # or another variant is compiled
         num_ctas = len(chunks.items) * geometry.num_kv_heads
         if overlapped:
             num_ctas = num_sms
@@ -360,7 +362,8 @@ def aligned(size: int) -> int:
 
 
 def _tile_arrays(lists: Lists) -> dict[str, Int32Array]:
-    """What the kernels read; the segment list, which is the longest, last. counts: buckets, then merged queries."""
+    """The arrays that kernels read. The segment list, which is the longest, is the last. counts: where each bucket
+    begins, then the number of merged queries."""
     tiles, num_overlapped = lists.tiles, lists.num_overlapped
     counts = np.empty(len(tiles.counts) + 1, np.int32)
     counts[:-1], counts[-1] = tiles.counts, len(tiles.merge_queries)
@@ -383,7 +386,7 @@ def _tile_arrays(lists: Lists) -> dict[str, Int32Array]:
 
 
 def _chunk_arrays(chunks: ChunkList, columns: int, num_kv_heads: int, num_ctas: int) -> dict[str, Int32Array]:
-    """What the kernels read of prompt chunks; the block table, with rows of so many columns, last."""
+    """The arrays of prompt chunks that kernels read. The block table, padded to `table_stride` columns, is the last."""
     table = np.zeros((len(chunks.block_table), columns), np.int32)
     table[:, : chunks.block_table.shape[1]] = chunks.block_table
     return {

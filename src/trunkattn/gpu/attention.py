@@ -1,8 +1,8 @@
-"""The GPU side of `BatchAttention`: choose kernels once, then plan steps and run layers.
+"""The GPU side of `BatchAttention`: chooses kernels once, then plans steps and runs layers.
 
-Requests with more than a few query tokens are prompt chunks, which a prefill kernel computes. All others are rows of
-tiles. In a batch-invariant plan all are rows of tiles: a token's bits must not depend on how many came with it. So are
-all of a latent cache, which no prefill kernel reads.
+Requests with more than a few query tokens are prompt chunks, which a prefill kernel computes. All other requests are
+rows of tiles. In a batch-invariant plan every request is rows of tiles, because the bits of a token must not depend on
+how many tokens come with it. The same holds for a latent cache, which no prefill kernel reads.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def make(config: AttentionConfig, device: torch.device, capacity: Capacity | Non
 class GpuBackend:
     """Plans, on the host or on the device, and runs on a GPU."""
 
-    @torch.inference_mode(False)  # what it keeps is written to outside of it too
+    @torch.inference_mode(False)  # its tensors are also written outside of inference mode
     def __init__(
         self,
         config: AttentionConfig,
@@ -45,7 +45,7 @@ class GpuBackend:
         *,
         facts: GpuFacts | None = None,
     ) -> None:
-        """Makes a backend. facts: describe another card than `device`, to plan for that one."""
+        """Makes a back end. facts: of another card than `device`, to plan for that card."""
         card = card_of(facts or facts_of(device))
         kernels = kernels_of(config, card)
         self.config, self.device, self._capacity, self._kernels = config, device, capacity, kernels
@@ -65,7 +65,7 @@ class GpuBackend:
 
     @property
     def errors(self) -> torch.Tensor | None:
-        """The error word of plans made on the device, see BatchAttention.errors."""
+        """The error word of plans made on the device; see `BatchAttention.errors`."""
         return self._planner.on_device.errors if self._planner.on_device else None
 
     def check(self) -> None:
@@ -74,16 +74,17 @@ class GpuBackend:
             self._planner.on_device.check()
 
     def plan(self, batch: StepTables, into: GpuStep | None = None) -> GpuStep:
-        """Plans a checked batch and starts its upload; `into`: to the arrays of that step, of the same window."""
+        """Plans a checked batch and starts its copy to the device. into: a step with the same window, whose arrays are
+        used again."""
         try:
             return self._plan(batch, into.gpu_plan if into else None)
         except Exception:
-            self._planner.forget()  # the forest is of this batch by now, and no plan is
+            self._planner.forget()  # its forest may already be that of this batch, which has no plan
             raise
 
     def _plan(self, batch: StepTables, into: GpuPlan | None) -> GpuStep:
-        """Takes out prompt chunks, if there is room for any; plans the rest, then the chunks in what is left of the
-        capacity; and sends both lists to the device."""
+        """Takes the prompt chunks out if the plan has room for any, plans the rest, then the chunks within the partial
+        slots that the rest leaves, and sends both lists to the device."""
         if into is None and self._capacity:
             into = self._reserve(batch.window)
         division = self._divide(batch, into)
@@ -103,7 +104,7 @@ class GpuBackend:
         several = into is None and bool((np.diff(rest.query_start_loc) > 1).any())
         geometry = into.geometry if into else self._geometry(batch.window, several)
         placed = self._arrays.place(Lists(whole, positions, listed, choice.num_overlapped), geometry, into)
-        planned = tiles.tables  # its lengths and starts may be the caller's
+        planned = tiles.tables  # its lengths and starts may be arrays of the caller, so they are copied
         own = StepTables(planned.block_table, planned.seq_lens.copy(), planned.query_start_loc.copy(), planned.window)
         return GpuStep(
             tiles=HostTiles(own, tiles.tiles, choice),
@@ -116,7 +117,8 @@ class GpuBackend:
         )
 
     def _divide(self, batch: StepTables, into: GpuPlan | None) -> Division | None:
-        """The batch in prompt chunks and the rest; None: it has no chunks, or the plan has no room for any."""
+        """The batch, divided into prompt chunks and the rest. None if it has no chunks or the plan has no room for
+        any."""
         has_room = into is None or into.chunks is not None
         return self._chunks.divide(batch) if self._chunks and has_room else None
 
@@ -127,16 +129,16 @@ class GpuBackend:
         into: GpuStep | None = None,
         chunks: PromptChunks | None = None,
     ) -> GpuStep:
-        """Plans tables without waiting for the device. All requests become rows of tiles, but for those of which the
-        host says that they are prompt chunks."""
+        """Plans tables without waiting for the device. All requests become rows of tiles, except those that `chunks`
+        says are prompt chunks."""
         on_device = self._planner.on_device
         assert on_device and self._capacity
-        self._planner.forget()  # the host has not seen this batch: its next one may not be patched
+        self._planner.forget()  # the host does not see this batch, so it cannot patch its forest for the next one
         gpu_plan = into.gpu_plan if into else self._reserve(window, with_chunks=self._capacity.max_chunk_tokens > 0)
         listed = self._list_chunks(chunks, window) if chunks else None
         tiles = on_device.plan(tables, window, gpu_plan, listed)
         if listed is None:
-            gpu_plan.forget_chunks()  # whatever the host put there, before or between replays of a captured plan
+            gpu_plan.forget_chunks()  # the arrays may still hold chunks of an earlier batch
         return GpuStep(
             tiles=tiles,
             chunks=listed,
@@ -148,7 +150,7 @@ class GpuBackend:
         )
 
     def overlaps(self, chunks: PromptChunks) -> bool:
-        """Whether one kernel is to compute these chunks and what decodes beside them."""
+        """Whether one kernel is to compute these chunks together with the step's decodes."""
         overlap = self._planner.overlap
         if overlap is None or self._capacity is None or not self._capacity.max_chunk_tokens:
             return False
@@ -161,14 +163,14 @@ class GpuBackend:
         return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), self.overlaps(chunks))
 
     def _reserve(self, window: int, with_chunks: bool = True) -> GpuPlan:
-        """An empty plan for any batch of the capacity. with_chunks: some requests may be prompt chunks."""
+        """An empty plan for any batch within the capacity. with_chunks: with room for prompt chunks."""
         assert self._planner.limits and self._capacity
         several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
         chunk_limits = self._chunks.limits if self._chunks and with_chunks else None
         return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
 
     def _geometry(self, window: int, several: bool) -> Geometry:
-        """The geometry of a plan. several: some request that is rows of tiles may have several query tokens."""
+        """The geometry of a plan. several: a request among the rows of tiles may have several query tokens."""
         config = self.config
         return Geometry(
             num_qo_heads=config.num_qo_heads,
@@ -189,7 +191,7 @@ class GpuBackend:
         lse = workspace.partial_lse
         if inputs.return_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
-        # the kernels take any strides but that of the last dimension
+        # the kernels accept any strides, except that the last dimension must be contiguous
         q, q_rope = inputs.q, inputs.q_rope
         if q_rope is None and self.config.latent_dim is not None:
             q, q_rope = q[..., : self.config.latent_dim], q[..., self.config.latent_dim :]

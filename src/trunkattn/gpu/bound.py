@@ -1,10 +1,11 @@
-"""Launches whose kernel, grid and arguments are settled, but for the tensors of a layer.
+"""Bound launches: kernel, grid and arguments are fixed, except for the tensors of a layer.
 
-A plan serves all layers of a step, and most of what a launch needs is the same for each of them. Triton's launcher
-looks at every argument again at each call, to find the compiled variant of the kernel that fits. Here the first call
-asks it, and later calls go to that variant. This holds as long as dtypes, strides and alignments stay: `layer_key`.
+A plan serves all layers of a step, and most arguments of a launch are the same for all of them. Triton's launcher
+inspects every argument at each call to find the compiled variant of the kernel. Here only the first call asks it, and
+later calls go straight to that variant. This is correct as long as dtypes, strides and alignments stay the same, which
+`layer_key` compares.
 
-Training has no plan. There `kept` holds what was settled for tensors of the same kinds (`tensor_kind`).
+Training has no plan. There `kept` remembers the launches that were bound for tensors of the same kinds (`tensor_kind`).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,20 +17,20 @@ import torch
 from trunkattn.gpu.compiling import is_compiling, launch
 from trunkattn.gpu.layer import Tensors
 
-_ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of it, and one for others
-_MOST_KEPT: Final = 512  # a few kB each; a model has a few shapes at a time
+_ALIGNMENT = 16  # bytes: Triton compiles one variant for pointers that are multiples of this, and one for others
+_MOST_KEPT: Final = 512  # each takes a few kB, and a model has only a few shapes at a time
 
 _Kept = TypeVar("_Kept")
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether Triton compiles for the tensor's address as one of whole 16 bytes."""
+    """Whether Triton takes the tensor's address for a multiple of 16 bytes."""
     return tensor.data_ptr() % _ALIGNMENT == 0
 
 
 class TensorKind(NamedTuple):
-    """What a compiled variant and a launch depend on of a tensor. Sizes and strides are arguments of the kernel, and
-    Triton compiles for those that are 1, or multiples of 16."""
+    """The properties of a tensor on which a compiled variant and a launch depend. Sizes and strides are arguments of
+    the kernel, and Triton compiles different variants if they are 1 or multiples of 16."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
 
 
 class _Slot:
-    """Room for one value."""
+    """A holder of one value."""
 
     value: Any = None
 
@@ -54,7 +55,8 @@ def _slot(key: Hashable) -> _Slot:
 
 
 def kept(key: Hashable, make: Callable[[], _Kept]) -> _Kept:
-    """What `make` returned when the key came first, which holds no tensor. The keys that came last are remembered."""
+    """The value that `make` returned for this key, from a cache of the most recently used keys. It must hold no
+    tensor."""
     slot = _slot(key)
     if slot.value is None:
         slot.value = make()
@@ -63,7 +65,8 @@ def kept(key: Hashable, make: Callable[[], _Kept]) -> _Kept:
 
 
 class LayerKey(NamedTuple):
-    """What compiled variants depend on. aligned: of q, caches, out, sinks and q_rope, in whole 16 bytes."""
+    """The properties of a layer on which compiled variants depend. aligned: whether q, k_cache, v_cache, out, sinks and
+    q_rope begin at multiples of 16 bytes."""
 
     dtypes: tuple[torch.dtype, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -97,8 +100,8 @@ class BoundLaunches:
     Args:
         kernel: a jitted function of Triton or Gluon.
         grids: the launches.
-        layer_names: the arguments that each layer brings; their values in `grids` are not kept.
-        of_layer: their values for a layer, in the order of `layer_names`.
+        layer_names: names of the arguments that differ from layer to layer; their values in `grids` are not kept.
+        of_layer: returns the values of these arguments for a layer, in the order of `layer_names`.
     """
 
     def __init__(
@@ -119,9 +122,9 @@ class BoundLaunches:
 
 
 class BoundLaunch:
-    """A launch. The first call goes through Triton, which compiles the kernel or finds it; others do not.
+    """A launch. The first call goes through Triton, which compiles or finds the kernel; later calls bypass it.
 
-    kernel, grid, layer_names: as of `BoundLaunches`.
+    kernel, grid, layer_names: see `BoundLaunches`.
     """
 
     def __init__(self, kernel: Any, grid: Grid, layer_names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""One record for each model of card: everything that was fitted to it. A card is such a record and what CUDA says.
+"""One record for each model of card, with every constant that was fitted to it. A `Card` adds what CUDA reports.
 
 torch is imported where CUDA is asked, because a command finds a card by its name before torch is loaded.
 """
@@ -18,7 +18,7 @@ HOPPER: Final = 90  # compute capability of the cards on which the tiles were ti
 
 
 class GpuFacts(NamedTuple):
-    """What CUDA says of a GPU. capability: 90 for 9.0."""
+    """The properties that CUDA reports of a GPU. capability: 90 for compute capability 9.0."""
 
     name: str
     num_sms: int
@@ -27,7 +27,7 @@ class GpuFacts(NamedTuple):
 
 
 def facts_of(device: "torch.device") -> GpuFacts:
-    """What CUDA says of a device."""
+    """The properties that CUDA reports of a device."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -36,7 +36,7 @@ def facts_of(device: "torch.device") -> GpuFacts:
 
 
 class Shares(NamedTuple):
-    """Speed of prompt chunks and of decodes while one kernel computes both, of their speed there alone."""
+    """Speed of prompt chunks and of decodes while one kernel computes both, in percent of their speed in it alone."""
 
     chunk_percent: int
     decode_percent: int
@@ -44,16 +44,16 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class OverlapTimes:
-    """The kernel that computes prompt chunks and decodes at once.
+    """Measured times of the kernel that computes prompt chunks and decodes at once.
 
     Attributes:
-        flops_per_ns: of prompt chunks alone.
-        narrow: with decode tiles of 8 rows.
-        wide: with decode tiles of 16 rows.
-        block_ns: of a block of a decode item. An SM computes one item at a time.
-        item_ns: of an item besides its blocks.
-        fixed_ns: of the launch, and of what follows it.
-        reads_percent: decodes wait for so much of the time in which memory gives the chunks' keys and values once.
+        flops_per_ns: arithmetic rate of prompt chunks without decodes.
+        narrow: speeds with decode tiles of 8 rows.
+        wide: speeds with decode tiles of 16 rows.
+        block_ns: time of a block of a decode item. An SM computes one item at a time.
+        item_ns: time of a decode item in addition to its blocks.
+        fixed_ns: time of the launch and of what follows it.
+        reads_percent: decodes wait for this percentage of the time in which the chunks' keys and values are read once.
     """
 
     flops_per_ns: int
@@ -67,18 +67,19 @@ class OverlapTimes:
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """A step of a serving engine on a card, besides our attention: fitted to measured times per token.
+    """Times of a serving engine's step on a card, without our attention, fitted to measured times per token.
 
     Attributes:
-        flops_per_us: of matrix products with weights, as it adds to the time of decodes.
-        prompt_flops_per_us: of those of steps with prompt chunks.
-        prompt_us: what such a step takes besides, because no CUDA graph holds it whole.
-        layer_us: norms, rotations and what else of a layer is neither weights nor attention.
-        sequence_us: sampling of one sequence from 128,256 logits.
-        flash_us: begin and end of FlashAttention's decode kernel.
-        flash_bytes_per_us: keys and values that it reads for the first time, as far as they add to the next.
-        flash_keys_per_us: all keys and values that it computes with, in bytes of 16-bit numbers, whoever reads them.
-        memory_bytes: of the card.
+        flops_per_us: rate of matrix products with weights in steps of decodes.
+        prompt_flops_per_us: the same rate in steps with prompt chunks.
+        prompt_us: time that a step with prompt chunks takes in addition, because no CUDA graph covers all of it.
+        layer_us: time of a layer's norms, rotations and all else that is neither weights nor attention.
+        sequence_us: time to sample one sequence from 128,256 logits.
+        flash_us: fixed time of FlashAttention's decode kernel.
+        flash_bytes_per_us: rate at which it reads distinct keys and values; the time adds to that of the next field.
+        flash_keys_per_us: rate at which it computes with keys and values, each counted for every query that sees it, as
+            bytes of 16-bit numbers.
+        memory_bytes: memory of the card.
     """
 
     flops_per_us: float
@@ -94,16 +95,16 @@ class EngineTimes:
 
 @dataclass(frozen=True)
 class CardModel:
-    """What was measured on a model of card.
+    """The measurements of a model of card.
 
     Attributes:
-        name: for `stats.reason`.
-        times: for the choice of row tiles.
-        runs_hopper_kernels: whether the times of the Hopper kernels' tiles hold. Other cards of compute capability 9.0
-            may have less arithmetic to spare.
-        pads_heads: whether the Hopper kernel is the faster one for heads that it pads, too.
-        overlap: for decodes that overlap prompt chunks; None: nothing is known of them on this card.
-        engine: for predictions of whole steps; None: no engine was measured on it.
+        name: its name in `stats.reason`.
+        times: the times for the choice of row tiles.
+        runs_hopper_kernels: whether the times of the Hopper kernels' tiles are valid. Other cards of compute capability
+            9.0 may have less arithmetic to spare.
+        pads_heads: whether the Hopper kernel is also faster for heads that it pads.
+        overlap: the times of decodes that overlap prompt chunks; None: not measured.
+        engine: the times for predictions of whole steps; None: no engine was measured on it.
     """
 
     name: str
@@ -116,7 +117,7 @@ class CardModel:
 
 @dataclass(frozen=True)
 class Card:
-    """A card: what CUDA says of it, and what was measured on its model."""
+    """A card: the properties that CUDA reports, and the measurements of its model."""
 
     facts: GpuFacts
     model: CardModel
@@ -138,26 +139,26 @@ class Card:
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether it converts float8_e4m3fn."""
+        """Whether the card converts float8_e4m3fn."""
         return self.capability >= _HAS_E4M3
 
     @property
     def why_too_old(self) -> list[str]:
-        """Why no kernel runs here at all; empty: some do."""
+        """Why no kernel at all runs on the card; empty if some do."""
         if self.capability >= _OLDEST:
             return []
         return ["compute capability {}.{}: expected 8.0 or later".format(*divmod(self.capability, 10))]
 
     @property
     def why_not_hopper(self) -> list[str]:
-        """Why kernels for compute capability 9.0 do not run here; empty: they do."""
+        """Why kernels for compute capability 9.0 do not run on the card; empty if they do."""
         major, minor = divmod(self.capability, 10)
         is_hopper = self.capability == HOPPER
         return [] if is_hopper else [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
 
     @property
     def description(self) -> str:
-        """The card's name, and what is assumed of it if it was not measured."""
+        """The card's name, and what is assumed if it was not measured."""
         name = self.model.name
         return f"{name}, which was not measured (2 TB/s assumed)" if self.model.times is _UNMEASURED else name
 
@@ -250,7 +251,7 @@ _UNMEASURED: Final = CardTimes(
 
 
 def card_of(facts: GpuFacts) -> Card:
-    """The card that CUDA describes. A part of a card has fewer multiprocessors, so it is a model of its own. Cards that
+    """The card that CUDA describes. A partition of a card has fewer SMs, so it counts as another model. Cards that
     were not measured get cautious values, and their description says so."""
     for name, num_sms, model in _MODELS:
         if (facts.name, facts.num_sms) == (name, num_sms):
@@ -265,10 +266,10 @@ ASSUMED: Final = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, HOPPER, _L2_BYTE
 
 
 def card_named(name: str) -> Card:
-    """A card that engines were measured on, by its name or that of its model, in any case.
+    """The card with this name, or of the model with this name, in upper or lower case, on which engines were measured.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: there is no such card.
     """
     for cuda_name, num_sms, model in _MODELS:
         if model.engine and name.lower() in (cuda_name.lower(), model.name.lower(), model.name.split()[-1].lower()):
@@ -278,7 +279,7 @@ def card_named(name: str) -> Card:
 
 
 def card_at(device: "torch.device | str") -> Card:
-    """The card of a CUDA device; where there is no GPU, one that stands in."""
+    """The card of a CUDA device. Without a GPU, an H100 stands in."""
     import torch
 
     return card_of(facts_of(torch.device(device))) if torch.cuda.is_available() else ASSUMED

@@ -1,4 +1,4 @@
-"""Prompt chunks on a GPU: which requests of a step they are, and their work list."""
+"""Prompt chunks on a GPU: selects the requests of a step that are chunks, and plans their work list."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ class PlannedChunks:
 
     @property
     def num_requests(self) -> int:
-        """How many there are."""
+        """Number of requests that are prompt chunks."""
         return len(self.planned.batch.seq_lens)
 
     def stats(self) -> PlanStats:
@@ -47,7 +47,7 @@ class ChunkPlanner:
         device = prefill_device(num_sms, tile)
         self._planner = make_planner(config, device)
         self._unshared = self._planner.spec
-        self._whole = make_planner(config, replace(device, num_workers=1)).spec  # of one slot: nothing is cut
+        self._whole = make_planner(config, replace(device, num_workers=1)).spec  # with a single worker nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
         self.limits: ChunkLimits | None = None
@@ -62,12 +62,12 @@ class ChunkPlanner:
         """The work list of the chunks.
 
         Args:
-            division: whose chunks to plan.
-            free_slots: partial slots that a plan of fixed size has left; None: of any size.
-            keeps_whole: `auto` does not cut chunks that share nothing.
+            division: the division whose chunks are planned.
+            free_slots: partial slots that the tiles leave in a plan of fixed size; None: the plan has any size.
+            keeps_whole: with policy `auto`, chunks that share nothing are not cut.
         """
         chunks, auto = division.chunks, self._config.policy == "auto"
-        self._planner.forget()  # the rows may be other requests than in the step before
+        self._planner.forget()  # a row may be another request than in the step before
         keeps_whole = keeps_whole and auto
         if keeps_whole and bool(self._planner.forest(chunks)[0].is_leaf.all()):
             planned = self._keep_whole(chunks)
@@ -97,8 +97,8 @@ class ChunkPlanner:
         return self._planner.plan_unshared(chunks, self._whole, reason)
 
     def _cheapest(self, chunks: StepTables) -> Planned:
-        """The plan of the policy. `auto` shares nothing where the device would end sooner that way, because sharing may
-        leave it with too few items."""
+        """The plan of the configured policy. `auto` does not share if the device would end sooner without, because
+        sharing can leave too few items to fill it."""
         planned = self._planner.plan(chunks)
         if self._config.policy != "auto" or planned.policy == "per_query":
             return planned
@@ -111,7 +111,7 @@ class ChunkPlanner:
 
 
 def no_room(policy: str, broken: list[str]) -> str:
-    """Message for a batch that a policy cuts into more pieces than a plan of fixed size holds."""
+    """The message for a batch that a policy cuts into more items than a plan of fixed size holds."""
     return (
         f"policy={policy!r} makes {', '.join(broken)} that a plan of this capacity holds: expected a batch that is cut "
         "into fewer pieces, policy='auto', or a larger capacity"

@@ -24,15 +24,15 @@ from trunkattn.planner.splitting import UNLIMITED
 _CPU: Final = torch.device("cpu")
 _PAGE_SIZE: Final = 16
 _LENGTH: Final = 1000  # tokens of each request
-_SHARED_PAGES: Final = 32  # a chunk, the least that a batch-invariant plan shares
+_SHARED_PAGES: Final = 32  # 512 tokens, the shortest prefix that a batch-invariant plan shares
 _STARTS: Final = (0, 1, 2, 202, 402)  # two requests decode and two are prompts
 
 
 def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
-    """Plans steps that need every compiled function: of requests that share pages, then of requests that share none;
-    each again when they are a token longer, for which the planner patches its forest."""
+    """Plans steps that need every compiled function: requests that share pages, then requests that share none. Each
+    step is planned again with one more token per request, for which the planner patches its forest."""
     config = AttentionConfig(8, 2, 128, _PAGE_SIZE, torch.bfloat16, batch_invariant=batch_invariant)
-    executor = GpuBackend(config, _CPU, facts=facts)
+    backend = GpuBackend(config, _CPU, facts=facts)
     starts = torch.tensor(_STARTS, dtype=torch.int32, device="cpu")
     lens = torch.full((len(starts) - 1,), _LENGTH, dtype=torch.int32, device="cpu")
     own = torch.arange(len(lens) * 64, dtype=torch.int32, device="cpu").view(len(lens), 64)
@@ -41,7 +41,7 @@ def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
     for table in (shared, own):
         for later in (0, 1):
             tables, _ = check_step(StepInputs(table, lens + later, starts, None, None), _PAGE_SIZE, None, _CPU)
-            executor.plan(StepTables(*tables, UNLIMITED)).stats()
+            backend.plan(StepTables(*tables, UNLIMITED)).stats()
 
 
 def main(arguments: str) -> None:
@@ -50,7 +50,7 @@ def main(arguments: str) -> None:
     folder = cache_folder()
     assert folder is not None, "expected a folder that Numba can write, see NUMBA_CACHE_DIR"
     with (Path(folder) / "trunkattn.lock").open("w") as lock:
-        with suppress(ImportError, OSError):  # a system, or a file system, without locks: each compiles
+        with suppress(ImportError, OSError):  # without file locks each process compiles
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)

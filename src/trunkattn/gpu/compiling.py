@@ -1,7 +1,7 @@
-"""Kernels compiled side by side, before a step waits for them.
+"""Compiles kernels in parallel, before a step needs them.
 
-Triton compiles a kernel when it is first launched, one after the other, while an engine's start waits. Here launches
-only say what they need, and all of it is compiled at once.
+Triton compiles a kernel at its first launch, so an engine's start waits for one compilation after the other. Here the
+launches only name the kernels that they need, and all of these are compiled at the same time.
 """
 
 import os
@@ -17,20 +17,20 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def is_compiling() -> bool:
-    """Whether launches compile kernels and run nothing."""
+    """Whether launches now only compile their kernels and run nothing."""
     return _compiling.get()
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`, to be called with the kernel's arguments; inside `compiled_together` the call only compiles."""
+    """`kernel[grid]`, to be called with the kernel's arguments. Inside `compiled_together` the call only compiles."""
     return partial(kernel.warmup, grid=grid) if is_compiling() else kernel[grid]
 
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Inside, launches of plans and layers run nothing; at the end all kernels that they need are compiled. What a plan
-    holds, and what a layer writes, is undefined. Triton's interpreter compiles nothing."""
-    from triton import AsyncCompileMode  # which a CPU can do without
+    """Context in which launches of plans and layers run nothing. When it ends, all kernels that they need are compiled.
+    Plans made inside, and outputs of layers run inside, are undefined. Triton's interpreter compiles nothing."""
+    from triton import AsyncCompileMode  # imported here, because a machine without a GPU may lack Triton
 
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool):
         token = _compiling.set(True)

@@ -1,4 +1,4 @@
-"""CUDA graphs: one way to capture, and one to keep the graphs of work that comes again."""
+"""CUDA graphs: captures work, and caches the graphs of work that recurs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,8 +10,8 @@ import torch
 @torch.inference_mode(False)  # a graph's tensors must serve captures inside and outside of it
 @torch.no_grad()
 def capture(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what `work` launches; nothing runs now, and other threads may use the device, but not this stream.
-    pool: of memory that it shares with graphs that run before or after it."""
+    """A graph of the launches of `work`. Nothing runs now, and other threads may use the device, but not this stream.
+    pool: a memory pool that it shares with graphs that never run at the same time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -23,12 +23,12 @@ def capture(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any = N
 
 
 class GraphCache:
-    """Graphs of work that comes again and again on one device, at most so many: of more, those used least recently are
-    dropped. They share their memory, as only one of them runs at a time.
+    """A cache of the graphs of recurring work on one device. It drops the least recently used ones. The graphs share
+    their memory, because only one of them runs at a time.
 
     Args:
         device: a GPU.
-        most_graphs: how many are kept.
+        most_graphs: the most graphs that are kept.
     """
 
     def __init__(self, device: torch.device, most_graphs: int) -> None:
@@ -39,11 +39,11 @@ class GraphCache:
     def run(self, key: Hashable, work: Callable[[], object]) -> None:
         """Does the work that `key` stands for, on the current stream.
 
-        The first time it runs as it is, which compiles its kernels and refuses wrong arguments. The second time it is
-        captured, and from then on the graph is replayed.
+        The first time, `work` is called directly, which compiles its kernels and refuses wrong arguments. The second
+        time it is captured, and from then on its graph is replayed.
 
         Args:
-            key: what the work's launches depend on.
+            key: everything that the launches of `work` depend on.
             work: launches kernels, without waiting for the device.
         """
         is_new = key not in self._graphs
@@ -52,7 +52,7 @@ class GraphCache:
             work()
         elif graph is None:
             graph = capture(work, self._stream, self._pool())
-        self._graphs[key] = graph  # as the one used last
+        self._graphs[key] = graph  # now the most recently used
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
         if graph is not None:

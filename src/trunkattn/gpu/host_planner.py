@@ -1,8 +1,8 @@
 """The host's planner for a GPU, compiled by another process while an engine loads its model.
 
-Compiling takes half a minute and holds the interpreter's lock, so a thread would stall the engine. Here another
-process (`compile_planner`) fills Numba's cache on disk. Whoever plans on the host first waits for it and loads the
-cache. If the process fails, that first plan compiles, as it would without one.
+Compiling takes half a minute and holds the interpreter's lock, so a thread would stall the engine. Here another process
+(`compile_planner`) fills Numba's cache on disk. The first plan on the host waits for it and loads the cache. If the
+process fails, that first plan compiles, as it would without the process.
 """
 
 import json
@@ -24,7 +24,7 @@ class HostPlanner:
         self._process = process
 
     def wait(self) -> None:
-        """Returns when the planner is compiled, or will not be. To be called before a plan is made on the host."""
+        """Waits until the process has ended. It must be called before the first plan on the host."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -38,7 +38,8 @@ class HostPlanner:
 
 
 def compile_ahead(facts: GpuFacts, batch_invariant: bool) -> HostPlanner:
-    """Begins to compile what plans of attentions on a card need on the host. batch_invariant: of the attentions."""
+    """Starts the process that compiles the host's planner for a card. batch_invariant: whether plans are batch
+    invariant."""
     if cache_folder() is None:  # nothing that another process compiles would be found
         return HostPlanner(None)
     command = [sys.executable, "-m", _MODULE, json.dumps([*facts, batch_invariant])]

@@ -196,24 +196,24 @@ KERNELS: Final = (
 
 
 class Choice(NamedTuple):
-    """The kernel of some work, and why each one before it in the table does not compute it. None: all refuse."""
+    """The kernel for some work, and why each kernel before it in the table refuses. kernel: None if all refuse."""
 
     kernel: Kernel | None
     passed_over: Mapping[str, tuple[str, ...]]
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the kernels before it do not compute it, each reason once."""
+        """Why the kernels before the chosen one refuse, each reason once."""
         return tuple(dict.fromkeys(reason for reasons in self.passed_over.values() for reason in reasons))
 
 
 def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Choice:
-    """The first kernel of the table that computes some work of a configuration on a card.
+    """The first kernel of the table that does not refuse some work of a configuration on a card.
 
     Args:
-        work: `DECODE` and `LATENT` are one question: the configuration tells whether its decodes read a latent cache.
+        work: the work. `DECODE` and `LATENT` are equivalent: the configuration tells whether its cache is latent.
         config: an `AttentionConfig`, in training a `TrainingConfig`.
-        card: where it runs.
+        card: the card.
         kernels: the table.
     """
     passed_over: dict[str, tuple[str, ...]] = {}
@@ -228,18 +228,18 @@ def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KE
 
 
 def all_that_compute(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[Kernel]:
-    """Every kernel that `choose` could return, in the table's order: the next one stands in for one that cannot read
-    some tensors."""
+    """Every kernel that does not refuse, in the table's order. If one cannot read some tensors, the next one replaces
+    it."""
     return [kernel for kernel in kernels if kernel.work is work and not kernel.refuses(config, card)]
 
 
 def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
-    """The kernel of a name, as launches and tiles carry it."""
+    """The kernel with this name, which launches and tiles carry."""
     return next(kernel for kernel in kernels if kernel.name == name)
 
 
 def portable_kernel(work: Work, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
-    """What stands in for a kernel that cannot read a layer."""
+    """The portable kernel for some work, which replaces a kernel that cannot read a layer."""
     return next(kernel for kernel in kernels if kernel.work is work and kernel.portable)
 
 
@@ -248,13 +248,12 @@ class Kernels:
     """The kernels of an attention on a card, and their tiles.
 
     Attributes:
-        decode, prefill: the choices. prefill is None under batch invariance: all requests are rows of tiles then,
-            because a token's bits must not depend on how many came with it. So they are over a latent cache, which no
-            prefill kernel reads.
-        both: what computes prompt chunks and decodes at once; None: one kernel after the other does.
-        tiles: of decodes. A tile names its kernel, which may be another one than that of `decode`.
-        prefill_tile: of prompt chunks; None if there are none.
-        merge_tile: of merges.
+        decode, prefill: the choices. prefill is None with batch invariance and for a latent cache: all requests are
+            rows of tiles then (see `gpu.attention`).
+        both: the kernel that computes prompt chunks and decodes at once; None if they need two launches.
+        tiles: the tiles of decodes. A tile names its kernel, which may differ from `decode`.
+        prefill_tile: the tile of prompt chunks; None if `prefill` is.
+        merge_tile: the tile of merges.
     """
 
     decode: Choice
@@ -269,8 +268,8 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
     """The kernels of an attention on a card.
 
     Raises:
-        ValueError: with every reason, if none computes it. That no kernel computes prompt chunks and decodes at once is
-            no reason: one after the other does.
+        ValueError: no kernel computes some work of it; the message has every reason. A missing kernel for prompt chunks
+            and decodes at once is no error, because two launches do the same.
     """
     if reasons := refusals(replace(config, execution="auto"), card, kernels):
         raise ValueError("; ".join(reasons))
@@ -294,12 +293,13 @@ def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] 
 
 
 def _has_prefill(config: AttentionConfig) -> bool:
-    """Whether prompt chunks have a kernel of their own."""
+    """Whether prompt chunks have their own kernel."""
     return not config.batch_invariant and config.latent_dim is None
 
 
 def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
-    """Why no kernel computes an attention on a card; empty: some do. Of the kernels for a work, the last one says."""
+    """Why an attention cannot run on a card; empty if it can. For each work that all kernels refuse, the reasons are
+    those of the last one, which refuses least."""
     if config.logits_soft_cap is not None and config.logits_soft_cap > MAX_GPU_SOFT_CAP:
         return [f"logits_soft_cap={config.logits_soft_cap}: expected at most {MAX_GPU_SOFT_CAP:g}, or None for no cap"]
     works = [Work.DECODE, *([Work.PREFILL] if _has_prefill(config) else [])]

@@ -1,12 +1,12 @@
 """Launches of a GPU plan (PAT §3.4: pack, forward, merge).
 
-A plan lists its launches in their order: prompt chunks; items that merge nothing, by tile height; items that merge what
-those left; the merges that no item does. Each is a number of CTAs that read their counts from device memory. It may
-start while the one ahead of it ends (programmatic dependent launch, PDL). With streams, launches that wait for nothing
-run side by side instead (PAT §6).
+A plan lists its launches in this order: prompt chunks; items that merge nothing, by tile height; items that merge the
+partials of those; and the remaining merges. CTAs read from device memory how much there is to do. A launch may start
+while the one before it ends (programmatic dependent launch, PDL). With streams, independent launches run at the same
+time instead (PAT §6).
 
-Launches are bound once for all layers of a kind. Where a kernel cannot read such layers, the portable kernel of the
-same work takes the launch, and the plan keeps the reason for its statistics.
+Launches are bound once for all layers with the same key. If a kernel cannot read such layers, the portable kernel for
+the same work replaces it, and the plan keeps the reason for its statistics.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ Run = Callable[[Tensors], None]
 
 
 class KernelSource(Protocol):
-    """What the source of an attention kernel has."""
+    """The interface of a module with the source of an attention kernel."""
 
     def bind(self, plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> Run:
-        """The launch, its grid, arrays and constants settled, for every layer like `t`."""
+        """Binds the grid, arrays and constants of a launch for every layer with the same key as `t`."""
 
 
 def execute(plan: GpuPlan, t: Tensors, return_lse: bool) -> None:
@@ -50,7 +50,7 @@ class _Sequence:
 
 
 class _Streams:
-    """Launches that wait for nothing on streams of their own; then the others."""
+    """Independent launches on separate streams, then the others in order."""
 
     def __init__(self, independent: list[Run], dependent: list[Run]) -> None:
         self._independent, self._dependent = tuple(independent), _Sequence(dependent)
@@ -69,7 +69,7 @@ class _Streams:
 
 
 def _bind(plan: GpuPlan, t: Tensors, return_lse: bool) -> Run:
-    """The launches of a plan for layers like `t`."""
+    """Binds the launches of a plan for layers with the same key as `t`."""
     launches = [each for launch in plan.launches for each in _readable(plan, t, launch)]
     if plan.streams and t.q.is_cuda:  # the interpreter has no streams
         independent = [launch for launch in launches if _waits_for_nothing(plan, launch)]
@@ -81,12 +81,12 @@ def _bind(plan: GpuPlan, t: Tensors, return_lse: bool) -> Run:
 
 
 def _waits_for_nothing(plan: GpuPlan, launch: Launch) -> bool:
-    """Whether a launch merges nothing."""
+    """Whether a launch merges nothing, so that it depends on no other launch."""
     return launch.work is not Work.MERGE and all(bucket < len(plan.tiles) for bucket in launch.buckets)
 
 
 def _in_order(plan: GpuPlan, t: Tensors, launches: list[Launch], return_lse: bool) -> list[Run]:
-    has_pdl, last = plan.card.has_pdl and t.q.is_cuda, len(launches) - 1  # the interpreter has none
+    has_pdl, last = plan.card.has_pdl and t.q.is_cuda, len(launches) - 1  # Triton's interpreter has no PDL
     options = [
         LaunchOptions(Pdl(trigger=has_pdl and number < last, wait=has_pdl and number > 0), return_lse)
         for number in range(len(launches))
@@ -100,7 +100,7 @@ def _bound(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) ->
 
 
 def _readable(plan: GpuPlan, t: Tensors, launch: Launch) -> list[Launch]:
-    """A launch, or the launches of portable kernels that compute the same where its kernel cannot read the layer."""
+    """The launch itself, or launches of portable kernels for the same work if its kernel cannot read the layer."""
     kernel = kernel_named(launch.kernel)
     reasons = kernel.refuses_layer(t, plan.geometry)
     if not reasons:

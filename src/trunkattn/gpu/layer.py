@@ -1,4 +1,4 @@
-"""What launches are bound for: an attention's geometry, and the tensors of one layer."""
+"""The arguments of launches: the geometry of an attention, and the tensors of one layer."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the launches must know of an attention and a step, besides the tensors."""
+    """The sizes and options of an attention and a step that launches depend on."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -17,7 +17,7 @@ class Geometry:
     page_size: int
     segment_size: int  # tokens
     window: int
-    masked: bool  # queries of one sequence see different tokens
+    masked: bool  # queries of one sequence may see different tokens, so positions are compared
     soft_cap: float | None
     sinks: bool
     batch_invariant: bool = False
@@ -46,8 +46,8 @@ class Tensors:
 
 
 class Pdl(NamedTuple):
-    """Programmatic dependent launch. trigger: the next kernel may start early. wait: this one may run while the kernel
-    ahead still does, and waits for it where it first needs something of it, at the latest before it ends."""
+    """Programmatic dependent launch. trigger: this kernel lets the next one start early. wait: this kernel may start
+    before the one ahead has ended, and waits for it before it first reads a result, at the latest before it ends."""
 
     trigger: Any
     wait: Any

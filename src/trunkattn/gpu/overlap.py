@@ -22,25 +22,25 @@ from trunkattn.planner.tiles.overlap import (
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import TileList
 
-# Time of prompt chunks from which decodes gain more beside them than by tiles of their own choice
+# Prompt chunks that take less time are not overlapped: decodes gain more from a free choice of tiles.
 _CHUNKS_WORTH_NS: Final = 20_000
-# Percent of the chunks' time that decodes must take if they share nothing: chunks are slower in the common kernel
+# Decodes that take a smaller percentage of the chunks' time are not overlapped: chunks are slower in the common kernel.
 _DECODES_WORTH_PERCENT: Final = 25
-# Percent of the serial time that overlapping may take at most. Predictions are a few percent off.
+# Overlapping must take less than this percentage of the serial time, because predictions are a few percent off.
 _WORTH_PERCENT: Final = 96
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a card makes of a step if one kernel computes chunks and decodes.
+    """Predicts the time of a step on a card if one kernel computes prompt chunks and decodes.
 
     Attributes:
-        times: of the card.
-        rule: its tiles; the first one is that of decodes.
-        flops_per_pair: of a query token and a token that it sees, all heads.
-        num_sms: of the card.
+        times: measured times of that kernel.
+        rule: the tiles of decodes; the kernel uses the first one.
+        flops_per_pair: arithmetic of all heads for one query token and one token that it sees.
+        num_sms: SMs of the card.
         chunk_queries: query tokens of a chunk's work item.
-        forced: chunks and decodes share the kernel whatever the prediction says.
+        forced: overlap whatever the prediction says.
     """
 
     times: OverlapTimes
@@ -55,7 +55,8 @@ class Overlap:
         return chunk_work(chunks.seq_lens, chunks.query_start_loc, chunks.window, self.chunk_queries)
 
     def chunk_times(self, work: ChunkWork) -> ChunkTimes:
-        """Predicted times: of all chunks, or of the longest work item."""
+        """Predicted times of the chunks: the time of all their arithmetic or of the longest work item, whichever is
+        more, and the time of their reads."""
         flops, num_bytes = work.pairs * self.flops_per_pair, work.kv_tokens * self._token_bytes
         alone_ns = max(flops // self.times.flops_per_ns, self._longest_ns(work))
         return ChunkTimes(alone_ns, num_bytes * 1000 // self.rule.bytes_per_us * self.times.reads_percent // 100)
@@ -69,16 +70,17 @@ class Overlap:
         return flops // self.rule.num_kv_heads * self.num_sms // self.times.flops_per_ns
 
     def fills(self, work: ChunkWork, decode_ns: int) -> bool:
-        """Whether decodes of that time fill what whole chunk items leave of the card at their end, at most the time of
-        the longest one. Cutting chunks gains nothing then."""
+        """Whether decodes that take `decode_ns` can fill the SMs that idle while the last chunk items end, which lasts
+        at most as long as the longest item. If so, cutting chunks gains nothing."""
         return work.num_items * self.rule.num_kv_heads >= self.num_sms and decode_ns >= self._longest_ns(work)
 
     def is_worth(self, overlapped_ns: int, serial_ns: int) -> bool:
-        """Whether to overlap, by predicted time."""
+        """Whether overlapping is predicted to be enough faster than one after the other."""
         return self.forced or overlapped_ns * 100 < serial_ns * _WORTH_PERCENT
 
     def is_worth_for(self, chunks: StepTables, other_kv_tokens: int | None) -> bool:
-        """Whether to overlap decodes, of which the host knows at most how many tokens they have, with these chunks."""
+        """Whether to overlap these chunks with decodes that are planned on the device. other_kv_tokens: an upper bound
+        of the decodes' KV tokens; None: unknown."""
         chunks_ns = self.chunk_times(self.work_of(chunks)).alone_ns
         if self.forced or other_kv_tokens is None:
             return self.forced or chunks_ns >= _CHUNKS_WORTH_NS
@@ -104,7 +106,7 @@ class Overlap:
 
     @cached_property
     def leftover(self) -> TileStage:
-        """What a launch of its own computes: the items that are not co-scheduled."""
+        """The stage of the separate launch for items that are not co-scheduled."""
         (launch,) = stages_of(self.rule, Tiling(0, waves=0))
         return launch
 
@@ -113,7 +115,7 @@ class Overlap:
         return step.overlap(numbers, chunks, self.costs, self.leftover)
 
     def choose(self, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
-        """Which items of a tile list of low tiles alone to co-schedule."""
+        """The items to co-schedule from a tile list that has only low tiles."""
         items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
         tile_index, stage = self.leftover
         return Overlapped(
@@ -124,14 +126,14 @@ class Overlap:
 def overlap_candidates(
     tilings: Sequence[Tiling], numbers: Sequence[int], times: Sequence[int], group_size: int
 ) -> list[int]:
-    """Numbers of the tilings to try, of those of low tiles: the fastest of all, the fastest of the finest, whose many
-    items fill best the time that chunks leave, and both of one query token an item, if the kernel computes those
-    faster.
+    """The numbers of the tilings to try, all of them with low tiles only: the fastest one, and the fastest of those
+    that are cut finest, whose many items best fill the gaps that chunks leave. If the kernel computes items of one
+    query token faster, the same two among the tilings of such items.
 
     Args:
         tilings: all candidates.
-        numbers: of those that may be taken.
-        times: predicted for all.
+        numbers: the candidates that fit the capacity.
+        times: predicted times of all candidates.
         group_size: query heads of a KV head.
     """
     low = [number for number in numbers if tilings[number].tall is None and tilings[number].low == 0]
@@ -146,8 +148,8 @@ def overlap_candidates(
 
 
 def make_overlap(config: AttentionConfig, kernels: Kernels, card: Card, rule: TilingRule) -> Overlap | None:
-    """What is known of the kernel that computes chunks and decodes at once; None: no such kernel computes the
-    attention. On a card that was not timed, which must be asked for, an H200's times stand in."""
+    """The predictor for the kernel that computes chunks and decodes at once; None if no such kernel computes the
+    attention. An untimed card overlaps only if asked to, and is predicted by an H200's times."""
     times = card.model.overlap or H200.overlap
     if kernels.both is None or kernels.prefill_tile is None or times is None:
         return None

@@ -1,4 +1,4 @@
-"""A planned step on a GPU: its rows of tiles, its prompt chunks, and what `Plan` tells of them."""
+"""A planned step on a GPU: its rows of tiles, its prompt chunks, and the statistics of both."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -20,10 +20,10 @@ class StepTiles(Protocol):
     """The requests of a step that are rows of tiles, planned on the host or on the device."""
 
     def tile_list(self) -> TileList:
-        """Their work list. Planned on the device, it waits for it."""
+        """The work list of these requests. Waits for the device if the list was made there."""
 
     def batch(self) -> StepTables:
-        """The tables that the list was made from. Planned on the device, it waits for it."""
+        """The tables from which the list was made. Waits for the device if the list was made there."""
 
     def described(self) -> tuple[str, str]:
         """What was chosen, and why."""
@@ -42,7 +42,7 @@ class StepChunks(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """How many there are."""
+        """Number of requests that are prompt chunks."""
 
     def stats(self) -> PlanStats:
         """Statistics of the chunks, without a wait."""
@@ -52,14 +52,15 @@ class StepChunks(Protocol):
 
 
 class HostTiles(NamedTuple):
-    """Rows of tiles that the host planned. tables: with the block table that the forest was made of."""
+    """Rows of tiles that the host planned. tables: the batch, with the copy of the block table that the forest
+    describes."""
 
     tables: StepTables
     tiles: TileList
     choice: StepChoice | PackingChoice
 
     def tile_list(self) -> TileList:
-        """Their work list."""
+        """The work list of these requests."""
         return self.tiles
 
     def batch(self) -> StepTables:
@@ -77,7 +78,7 @@ class HostTiles(NamedTuple):
 
     @property
     def kv_tokens(self) -> None:
-        """Nothing is counted on the device."""
+        """Always None: the host counts."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class GpuStep:
 
     Attributes:
         tiles: the requests that are rows of tiles.
-        chunks: those that are prompt chunks; None: there are none.
-        rule: of the tiles.
-        kernels: that compute the step.
-        gpu_plan: what is on the device.
-        num_query_tokens: rows of q and out; of a step planned on the device, at least.
+        chunks: the requests that are prompt chunks; None if there are none.
+        rule: the rule of the tiles.
+        kernels: the kernels that compute the step.
+        gpu_plan: its arrays and launches on the device.
+        num_query_tokens: rows of q and out; a lower bound for a step planned on the device.
         num_decodes: requests that are rows of tiles.
     """
 
@@ -115,7 +116,7 @@ class GpuStep:
                 return None
             return replace(self, gpu_plan=self.gpu_plan.without_chunks()) if self.gpu_plan.chunks else self
         is_all = self.tiles.kv_tokens is not None and self.chunks is not None and self.num_decodes == 0
-        # chunks that the host plans may be cut, and then other kernels merge them
+        # chunks that the host plans may be cut, and then the launches of tiles merge their partials
         return replace(self, gpu_plan=self.gpu_plan.chunks_alone) if is_all else None
 
     @property
@@ -151,8 +152,8 @@ def with_reasons(stats: PlanStats, reasons: tuple[str, ...]) -> PlanStats:
 
 
 def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, described: tuple[str, str]) -> PlanStats:
-    """Statistics of rows of tiles. A trunk that several tiles read leaves memory once; the others find it in the L2
-    cache. described: policy and reason."""
+    """Statistics of rows of tiles. A trunk counts once for each tile that reads it, although only the first read goes
+    to memory and the others to the L2 cache. described: policy and reason."""
     heights, counts = len(rule.tiles), np.diff(tile_list.counts)
     tiles = {
         f"{tile.rows}x{tile.block_tokens}": int(counts[i] + counts[i + heights]) for i, tile in enumerate(rule.tiles)

@@ -14,7 +14,7 @@ from trunkattn.planner.tiles.step import TiledStep
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """A step that one of the packing policies planned. For `stats`."""
+    """The choice for a step that a packing policy planned, for `stats`."""
 
     policy: str
     reason: str
@@ -27,19 +27,19 @@ BATCH_INVARIANT: Final = PackingChoice("batch invariant", "each request is cut a
 
 @dataclass(frozen=True)
 class StepChoice:
-    """A tiling, and why it was chosen. Words are made when `stats` asks, because they take as long as the choice.
+    """The tiling of a step, and why it was chosen. The text is made when `stats` asks, because it takes as long as the
+    choice itself.
 
     Attributes:
-        rule: its candidates are what was compared.
+        rule: the rule whose candidates were compared.
         card: the card's description.
         times_ns: [candidates] predicted times without chunks.
         num_fit: candidates that fit the capacity.
         tiling: what was chosen.
-        num_overlapped: so many items, the first ones of the tile list, are co-scheduled with the prompt chunks.
-        keeps_chunks_whole: prompt chunks that share nothing are not cut, because decodes fill what they leave of the
-            card.
-        serial_ns, overlapped_ns: predicted times of the step with its chunks one after the other, and overlapped; None:
-            there is nothing to overlap.
+        num_overlapped: number of leading items of the tile list that are co-scheduled with the prompt chunks.
+        keeps_chunks_whole: prompt chunks that share nothing are not cut, because decodes fill the SMs that they leave.
+        serial_ns, overlapped_ns: predicted times of the step if decodes come after the chunks, and if they overlap
+            them; None: there is nothing to overlap.
     """
 
     rule: TilingRule
@@ -54,12 +54,12 @@ class StepChoice:
 
     @property
     def policy(self) -> str:
-        """What was chosen."""
+        """The name of the chosen tiling."""
         return self.tiling.name(self.rule) + (" overlapped with chunks" if self.num_overlapped else "")
 
     @property
     def reason(self) -> str:
-        """What it was compared with."""
+        """The predicted times that were compared, in words."""
         tilings, number = self.rule.priced.tilings, len(self.times_ns)
         passed = "" if self.num_fit == number else f" of the {self.num_fit} of {number} that fit the capacity"
         times = zip(tilings, self.times_ns.tolist(), strict=True)
@@ -72,12 +72,12 @@ class StepChoice:
 
 
 def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: StepTables | None) -> StepChoice:
-    """The candidate of least predicted time, of those that surely fit; low tiles that are not cut always do.
+    """The candidate with the least predicted time among those that surely fit. Low tiles that are not cut always fit.
 
     Args:
         step: the requests that are rows of tiles.
         card: its description, for the reason.
-        overlap: what is known of the kernel that computes chunks and decodes at once; None: nothing.
+        overlap: the predictor for the kernel that computes chunks and decodes at once; None: there is no such kernel.
         chunks: the prompt chunks of the step; None: there are none.
     """
     rule, tilings, times_ns = step.rule, step.rule.priced.tilings, step.predict()

@@ -26,17 +26,17 @@ from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_wor
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS, TileLimits
 
-_FUSE_UP_TO: Final = 8  # partials that an item merges; more are spread over the merge kernel's CTAs
+_FUSE_UP_TO: Final = 8  # the most partials that an item merges; more are spread over the merge kernel's CTAs
 
 
 class StepPlanner(Protocol):
     """Plans the requests of a step that are rows of tiles.
 
     Attributes:
-        rule: of the tiles.
-        limits: that every tile list of the capacity keeps within; None: there is no capacity.
-        overlap: what is known of the kernel that computes prompt chunks and decodes at once; None: it is not used.
-        on_device: the twin on the device; None: there is none, or no capacity.
+        rule: the tiles that it may choose from.
+        limits: upper bounds of every tile list within the capacity; None if there is no capacity.
+        overlap: the predictor for the kernel that computes prompt chunks and decodes at once; None if none is used.
+        on_device: the planner's twin on the device; None if there is none, or no capacity.
     """
 
     @property
@@ -55,12 +55,12 @@ class StepPlanner(Protocol):
         """Plans a batch. chunks: the prompt chunks of the step; None: there are none."""
 
     def forget(self) -> None:
-        """Forgets the last batch: the next one may not be a step later than it."""
+        """Forgets the last batch, because the next one may not be the step after it."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What all ways to plan have in common. forests: makes prefix forests, and packs."""
+    """What all step planners have in common. forests: the planner that makes prefix forests and packs."""
 
     config: AttentionConfig
     card: Card
@@ -75,7 +75,7 @@ class _Parts:
         return forest, StepTables(table, batch.seq_lens, batch.query_start_loc, batch.window)
 
     def twin(self, limits: TileLimits | None) -> OnDevice | None:
-        """What plans on the device."""
+        """The planner's twin on the device; None without a capacity."""
         if self.capacity is None or limits is None:
             return None
         return OnDevice(self.rule, self.capacity, limits, self.card, self.device)
@@ -85,7 +85,8 @@ class TilePlanner:
     """Tilings of the prefix forest: the candidate of least predicted time."""
 
     def __init__(self, parts: _Parts, overlap: Overlap | None, has_chunks: bool) -> None:
-        """Makes a planner. has_chunks: prompt chunks have a kernel of their own, and slots that the tiles leave."""
+        """Makes a planner. has_chunks: prompt chunks have their own kernel and use the partial slots that tiles
+        leave."""
         self.rule, self.overlap, self._parts = parts.rule, overlap, parts
         limits_of = tile_limits if has_chunks else tiling_limits
         self.limits = limits_of(parts.rule, parts.capacity) if parts.capacity else None
@@ -154,8 +155,8 @@ class PackPlanner:
 def make_step_planner(
     config: AttentionConfig, kernels: Kernels, card: Card, device: torch.device, capacity: Capacity | None
 ) -> StepPlanner:
-    """What plans the rows of tiles of an attention on a card. Items may merge partials where no launch could run them
-    too early: those of fixed size keep an order only for tilings, and side by side there is none."""
+    """The planner of the rows of tiles of an attention on a card. Items may merge partials only if all earlier launches
+    have ended when they run. Launches of fixed size keep such an order only for tilings, and streams keep none."""
     has_spans = config.policy == "auto" and config.batch_invariant
     is_tiled = config.policy == "auto" and not config.batch_invariant
     packing = replace(config, batch_invariant=False) if has_spans else config
@@ -171,12 +172,12 @@ def make_step_planner(
 def make_rule(
     config: AttentionConfig, tiles: tuple[GpuTile, ...], card: Card, model: CostModel, *, may_fuse: bool
 ) -> TilingRule:
-    """What the planner must know of tiles on a card.
+    """The planner's description of the tiles on a card.
 
-    may_fuse: items may merge partials. In a batch-invariant plan none does, since which items merge depends on the
+    may_fuse: items may merge partials. In a batch-invariant plan no item does, because which items merge depends on the
     batch.
     """
-    # 8-bit keys and values take as much arithmetic as 16-bit ones
+    # A tile's times follow its arithmetic, which is the same for 8-bit and 16-bit keys and values.
     key_bytes = config.cached_numbers * max(2, config.cache_dtype.itemsize)
     num_groups = head_groups(config, tiles)
     fuses = may_fuse and tiles[0].merges and not config.batch_invariant

@@ -1,11 +1,11 @@
-"""Tiles as data (PAT §5.2): what a spec lists, and what the planner must know of them. No compiler is imported."""
+"""Tiles as data (PAT §5.2): records that a spec lists and the planner reads. No compiler is imported."""
 
 from dataclasses import dataclass, replace
 from typing import Final
 
 from trunkattn.planner.device import DeviceModel, TileConfig
 
-PORTABLE_DECODE: Final = "portable decode"  # the kernel of a tile that names no other
+PORTABLE_DECODE: Final = "portable decode"  # the default kernel of a tile
 SHORT_WINDOW: Final = 128  # tokens; longer windows were not timed
 
 
@@ -14,7 +14,7 @@ class Tile:
     """A tile of BLOCK_M query rows × BLOCK_N keys, which one CTA computes.
 
     Attributes:
-        warps, stages: how it is compiled.
+        warps, stages: warps of a CTA and pipeline stages, with which it is compiled.
         ctas_per_sm: CTAs that run at once on an SM.
     """
 
@@ -27,22 +27,23 @@ class Tile:
 
 @dataclass(frozen=True)
 class GpuTile(Tile):
-    """A tile of a decode kernel, and what the planner must know of it.
+    """A tile of a decode kernel, with the times that the planner needs.
 
     Attributes:
-        block_ns: time of a block of keys when all CTAs run: of one that all rows see whole, and of one with a mask.
-        chain_ns: the same for one block after another in one CTA.
-        subtiles: equal parts of the rows that read keys of their own side by side. Blocks with a mask are theirs.
+        block_ns: ns per block of keys while all CTAs run: for a block that all rows see, and for a masked block.
+        chain_ns: ns per block, one after another, in a single CTA: the latency of the same two kinds of blocks.
+        subtiles: equal parts of the rows, each of which reads its own private keys at the same time. They compute the
+            masked blocks.
         private_n: keys of a subtile's block.
-        flat_n: BLOCK_N without subtiles.
+        flat_n: BLOCK_N of the tile without subtiles.
         kernel: the name of the kernel that computes it.
-        one_launch: in a plan of fixed size one launch computes all such tiles. They leave no nodes to another tile, and
-            their times are those of their own head_dim.
-        read_percent: share of the bandwidth that it reaches.
-        blocks_at_once: that its kernel computes together: items are cut between them.
-        queued_per_sm: CTAs on an SM in plans of fixed size, more than run at once, if all taller tiles share a launch:
-            nothing is left to merge then, and a card that starts a CTA where another one ends deals the tasks out more
-            evenly than CTAs that take turns. 0: as many as run at once.
+        one_launch: in a plan of fixed size, one launch computes all such tiles. They are never paired with another
+            tile, and their times are measured with their own head_dim.
+        read_percent: the percentage of the memory bandwidth that it reaches.
+        blocks_at_once: blocks that its kernel computes together. Items are cut only between such groups.
+        queued_per_sm: CTAs launched per SM in plans of fixed size if all taller tiles share a launch; more than run at
+            once. Nothing is left to merge then, and the card, which starts a CTA whenever another one ends, balances
+            the tasks better than persistent CTAs do. 0: as many as run at once.
     """
 
     block_ns: tuple[int, int]
@@ -58,48 +59,48 @@ class GpuTile(Tile):
 
     @property
     def merges(self) -> bool:
-        """Whether its items may merge partial states of other launches. Tiles of more rows would spill, and a launch of
-        several tiles cannot wait for some of its own."""
+        """Whether its items may merge partials of other launches. Taller tiles would spill, and a launch that computes
+        several tiles cannot wait for a part of itself."""
         return self.block_m == 16 and not self.one_launch
 
 
 @dataclass(frozen=True)
 class PrefillTile(Tile):
-    """A tile of prompt chunks, and what the planner must know of it.
+    """A tile of prompt chunks, with the costs that the planner needs.
 
     Attributes:
-        above_rows: requests with more rows (query tokens × group size) take it.
-        persistent: its CTAs stay on their SMs and take one item after the other, instead of an item each.
-        ctas_under_short_window: CTAs that run at once on an SM under a window of up to `SHORT_WINDOW` tokens, where an
-            item has two or three blocks and little but waits; None: `ctas_per_sm`.
+        above_rows: requests with more rows (query tokens × group size) use it.
+        persistent: each CTA stays on its SM and computes one item after the other, instead of one item.
+        ctas_under_short_window: CTAs that run at once on an SM if the window has at most `SHORT_WINDOW` tokens: an item
+            has only two or three blocks then and mostly waits; None: `ctas_per_sm`.
         item_bytes, partial_factor, merge_bytes: as in `DeviceModel`.
     """
 
-    above_rows: int = 64  # about what the tallest decode tile holds: up to there one tile reads a request's KV once
+    above_rows: int = 64  # about the rows of the tallest decode tile, which reads the KV of smaller requests once
     persistent: bool = False
     ctas_under_short_window: int | None = None
-    item_bytes: int = 120_000  # about 4 µs to begin and to end
+    item_bytes: int = 120_000  # read in about the time that an item takes to begin and to end
     partial_factor: int = 1
     merge_bytes: int = 240_000
 
     def under(self, window: int) -> "PrefillTile":
-        """The tile under a window of so many tokens."""
+        """The tile for a sliding window of `window` tokens."""
         short = self.ctas_under_short_window if window <= SHORT_WINDOW else None
         return replace(self, ctas_per_sm=short) if short else self
 
 
 @dataclass(frozen=True)
 class MergeTile:
-    """Tasks of the merge kernel, and its CTAs.
+    """How the merge kernel divides its work into tasks.
 
     Attributes:
-        heads: of a task that has several; they divide all heads. Tasks have several where more than half of the CTAs
-            get one.
-        slices: of a head, each a task, where there are few heads. A task adds blocks of partials one after the other,
-            and of fewer dims a block has more.
-        sliced_up_to: heads of all query tokens, together; 0: they always stay whole.
-        warps: of a CTA.
-        ctas_per_sm: so many are launched.
+        heads: query heads of a task if there are many; a divisor of all heads. It is used if more than half of the CTAs
+            still get a task.
+        slices: tasks of one head if there are few heads. Each merges a slice of the dims, so its blocks hold more
+            partials.
+        sliced_up_to: the most heads, over all query tokens, that are cut into slices; 0: none ever is.
+        warps: warps of a CTA.
+        ctas_per_sm: CTAs that are launched per SM.
     """
 
     heads: int
@@ -109,13 +110,13 @@ class MergeTile:
     ctas_per_sm: int
 
     def most_tasks(self, num_heads: int) -> int:
-        """How many tasks so many heads of query tokens make at most."""
+        """The most tasks that `num_heads` heads of query tokens make."""
         return num_heads * self.slices if num_heads <= self.sliced_up_to else num_heads
 
 
 def gpu_device(num_sms: int, rows: int) -> DeviceModel:
-    """A GPU as the packing policies see it: rows of the tallest tile, 2 CTAs on an SM, 170 FLOP in the time of a
-    byte."""
+    """The model of a GPU for the packing policies. rows: of the tallest tile. It assumes 2 CTAs on an SM, and 170 FLOP
+    in the time in which a byte is read."""
     return DeviceModel(
         name="gpu",
         tile_rows=rows,
@@ -129,8 +130,8 @@ def gpu_device(num_sms: int, rows: int) -> DeviceModel:
 
 
 def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig:
-    """A tile as the planner sees it. key_bytes: of a key and its value. The times of a tile are for 512, unless
-    `one_launch` says that they are those of its own head_dim."""
+    """The planner's description of a tile. key_bytes: bytes of a key and its value. A tile's times are given for 512
+    bytes and scaled, unless `one_launch` says that they were measured with its own head_dim."""
     scale = 512 if tile.one_launch else key_bytes
     return TileConfig(
         rows=tile.block_m,
@@ -148,8 +149,8 @@ def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig
 
 
 def prefill_device(num_sms: int, tile: PrefillTile) -> DeviceModel:
-    """A GPU as the planner of prompt chunks sees it. A tile takes the same time however many of its rows are used. That
-    two CTAs share an SM under a short window is left out: its items are too small to cut."""
+    """The model of a GPU for prompt chunks. A tile takes the same time however many of its rows are used. It ignores
+    that more CTAs share an SM under a short window, because items are too small to be cut there."""
     return DeviceModel(
         name=f"{tile.block_m}x{tile.block_n} prefill",
         tile_rows=tile.block_m,

@@ -1,4 +1,4 @@
-"""What the launches of all plans of an executor share: partial states and scales."""
+"""Memory that the launches of all plans of a back end share: partial states and scales."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ import torch
 from trunkattn.config import AttentionConfig
 from trunkattn.inputs import LayerInputs, scale_tensor
 
-_MOST_KEPT: Final = 4096  # products of scales that are numbers
+_MOST_KEPT: Final = 4096  # cached products of scales that are Python numbers
 
 
 class Workspace:
@@ -23,14 +23,14 @@ class Workspace:
         self.partial_lse = torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def grow(self, num_slots: int) -> None:
-        """Makes room for so many partial states. What was there before is lost."""
+        """Makes room for `num_slots` partial states. Earlier contents are lost."""
         if num_slots > len(self.partial):
             self._allocate(num_slots)
 
 
 class Scales:
-    """What logits and values are multiplied by, float32 of each group of heads. Of scales that are numbers they are
-    made once, since that takes launches and every layer may have its own."""
+    """The float32 factors of logits and values for each group of heads. Products of scales that are Python numbers are
+    cached, because making them takes launches and every layer may have its own."""
 
     def __init__(self, config: AttentionConfig, num_groups: int, device: torch.device) -> None:
         self.ones = torch.ones(num_groups, dtype=torch.float32, device=device)
@@ -50,7 +50,8 @@ class Scales:
         product = base
         for value in factors:
             product = product * scale_tensor(value)
-        # What is made while a graph is captured is the graph's. A graph may read what is kept, so nothing is dropped.
+        # A tensor made during a capture belongs to the graph's memory, so it is not cached. Captured graphs may read
+        # cached tensors, so none is ever dropped.
         if len(numbers) == len(factors) and len(self._kept) < _MOST_KEPT and not _is_capturing(base.device):
             self._kept[key] = product
         return product

@@ -39,13 +39,14 @@ from trunkattn.gpu.device_planner.tile_list import Pages, PlanArrays, store_segm
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
 _SPAN = tl.constexpr(SPAN_TOKENS)
-_CTAS_PER_SM: Final = 8  # that list segments
+_CTAS_PER_SM: Final = 8  # CTAs per SM that list segments
 _BLOCK: Final = 512
 
 
 class SpanSizes(NamedTuple):
-    """Constants. tokens: query tokens; height: of an item; height_lanes, lanes: vectors of those and of all spans;
-    key_block: keys that a tile computes at once; block: entries looked at at once."""
+    """Constants of the kernels. tokens: the most query tokens; height: query tokens of an item; height_lanes, lanes:
+    sizes of vectors of an item's query tokens and of all spans; key_block: keys that a tile computes at once; block:
+    entries that a program handles at once."""
 
     tokens: int
     height: int
@@ -58,8 +59,9 @@ class SpanSizes(NamedTuple):
 
 
 class SpanArrays(NamedTuple):
-    """Arrays of counts. ending, others, queries: by span, items that reach its end, other items, and query tokens.
-    first_slot: by entry, its first partial slot. item_entry, item_span: by item, its first entry and its span."""
+    """Arrays of counts. ending, others, queries: for each span, its items that reach its end, its other items, and its
+    query tokens. first_slot: first partial slot of each entry. item_entry, item_span: first entry and span of each
+    item."""
 
     ending: Any
     others: Any

@@ -14,23 +14,23 @@ from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import Costs
 from trunkattn.planner.tiles.layout import Stage
 
-_RADIX: Final = 9  # parts that a round of the search over the columns tells apart
+_RADIX: Final = 9  # parts into which a round of the search divides the columns
 _HASHED: Final = 256  # columns of a row that are hashed at once
 _PAIRS: Final = 1024  # other rows that a program compares its row with at once
-_BLOCK: Final = 512  # elements of a program's pass over rows, columns, items or tokens
-_CANDIDATE_BLOCK: Final = 256  # tiles of a program's pass
-_NODES_TIMES_SEGMENTS: Final = 2048  # a program compares so many pairs of a node and a segment at once
+_BLOCK: Final = 512  # rows, columns, items or tokens that a program handles at once
+_CANDIDATE_BLOCK: Final = 256  # tiles of a candidate that a program handles at once
+_NODES_TIMES_SEGMENTS: Final = 2048  # pairs of a node and a segment that a program compares at once
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates for a step, as `planner.tiles.candidates.price` lists them.
+    """The candidates for a step, in the order of `planner.tiles.candidates.price`.
 
     Attributes:
         stages: [stages, fields of Stage] int64.
         passes: [candidates, 2, fields of Pass] int64; a candidate's tall tiles come first.
-        lowest: [candidates] int32, 1 for those of the lowest tile alone, whose items can overlap prompt chunks.
-        costs: of the rule.
+        lowest: [candidates] int32, 1 for candidates with only the lowest tile, whose items can overlap prompt chunks.
+        costs: the costs of the rule.
         page_size: tokens.
         segment_size: tokens.
         fuse_up_to: partial states that an item may merge.
@@ -46,7 +46,7 @@ class Candidates:
 
     @property
     def num_heights(self) -> int:
-        """Tiles of the rule."""
+        """Number of tiles of the rule."""
         return len(self.costs.tiles)
 
 

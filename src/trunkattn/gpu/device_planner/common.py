@@ -1,4 +1,4 @@
-"""What the kernels of the device planner share: constants, records, and how one launch follows another."""
+"""Constants and records that the kernels of the device planner share, and how one launch waits for another."""
 
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ MANY_SLOTS = tl.constexpr(64)
 
 NUM_PARTIALS = tl.constexpr(3)  # arrays of `partials`; see `items.PartialArrays`
 
-# Numbers that change from batch to batch: a launch is not compiled again for others. Triton would ignore this for
-# numbers in a tuple.
+# Parameters that change from batch to batch. Triton does not specialize on their values (`do_not_specialize`), which
+# works only for numbers that are not in a tuple.
 NUMBERS = ("num_rows", "num_columns", "row_stride", "window")
 
 
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the cache, a request and a plan hold."""
+    """Sizes of the cache, of a request and of a plan's arrays."""
 
     num_pages: Any
     max_query_len: Any
@@ -71,15 +71,15 @@ class Sizes(NamedTuple):
     candidate_lanes: int
     heights: int
     bucket_lanes: int
-    fuse_up_to: int  # partials that an item may merge
-    nodes: int  # of a tile: two for each entry
-    most_least: int  # entries that a node of a tall tile has at least
-    windows: int  # groups of so many entries that overlap a tile
-    subtiles: int  # most of a tile
-    rounds: int  # of a search over the columns
-    radix: int  # parts that a round tells apart
-    hashed: int  # what a program looks at at once: columns of a row that it hashes
-    pairs: int  # other rows that it compares a row with
+    fuse_up_to: int  # the most partials that an item merges
+    nodes: int  # nodes of a tile: two for each entry
+    most_least: int  # the largest `Stage.least`
+    windows: int  # groups of `most_least` entries that overlap a tile
+    subtiles: int  # the most subtiles of a tile
+    rounds: int  # rounds of a search over the columns
+    radix: int  # parts into which a round divides the columns
+    hashed: int  # columns that a program hashes at once; below are other numbers that it handles at once
+    pairs: int  # other rows that it compares with its row
     row_block: int  # rows
     column_block: int  # columns of two rows that it compares
     candidate_block: int  # tiles of a candidate
@@ -95,7 +95,7 @@ class Status(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers that one launch finds out for the next ones."""
+    """Numbers that one launch computes for later ones."""
 
     num_entries: Any
     num_tokens: Any  # one past the last query token
@@ -105,16 +105,16 @@ class Counts(NamedTuple):
 class EntryArrays(NamedTuple):
     """Query tokens in the order of the forest's rows."""
 
-    token: Any  # of the step
+    token: Any  # query token of the step
     position: Any  # place in its sequence
-    row: Any
-    length: Any  # of its sequence
+    row: Any  # row of the block table
+    length: Any  # tokens of its sequence
     shared: Any  # tokens in common with the entry before
 
 
 @triton.jit
 def trigger_and_wait(PDL: tl.constexpr):
-    """Lets the next launch start, and waits for the one ahead and so for all before it, as `layer.Pdl` says."""
+    """Lets the next launch start, and waits for the one ahead, and so for all before it, if `layer.Pdl` says so."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL.wait:
@@ -123,7 +123,7 @@ def trigger_and_wait(PDL: tl.constexpr):
 
 @triton.jit
 def counts_of(status):
-    """Where the numbers stand."""
+    """Pointers to the counts."""
     return Counts(status.counts, status.counts + 1, status.counts + 2)
 
 

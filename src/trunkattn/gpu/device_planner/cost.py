@@ -1,8 +1,8 @@
 """Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
 One program for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
-of each tile (`planner.tiles.cost.tilings_ns`, `tilings_fit`). Whoever comes after takes the candidate of least
-time, the first of equals.
+of each tile (`planner.tiles.cost.tilings_ns`, `tilings_fit`). The later launches take the candidate with the least
+time, and the first one among equals.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +15,15 @@ from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load
 from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.tiles.cost import StageLoad, TileTimes
 
-NEVER = tl.constexpr(1 << 61)  # ns of what does not fit
+NEVER = tl.constexpr(1 << 61)  # time in ns of a candidate that does not fit
 
 
 class Pass(NamedTuple):
     """One of the two launches of a candidate: a stage, and how it is cut. The table of passes has these columns."""
 
     stage: Any  # -1: the candidate has no such launch
-    tile_index: Any  # of its tile in the rule's; -1: the pass has no stage
-    num_splits: Any  # items wanted
+    tile_index: Any  # index of its tile in the rule; -1: the candidate has no such launch
+    num_splits: Any  # see `Stage.num_splits`
     height: Any
     block_segments: Any
     subtiles: Any
@@ -36,14 +36,14 @@ _TILE_COLUMNS = tl.constexpr(len(TileTimes._fields))
 
 
 class ChoiceArrays(NamedTuple):
-    """The candidates, and what each of their passes comes to.
+    """The candidates, and the results for each of their passes.
 
     passes: [candidates, 2, fields of Pass].
     allowed: [candidates] whether a candidate may be chosen.
     times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, segments or partial states
         than its share of the limits.
-    num_items, share: [candidates, 2] items, and segments of each.
-    item_starts: [candidates, 2, tokens] items before each tile.
+    num_items, share: [candidates, 2] number of items, and segments per item (`share_of`). item_starts: [candidates, 2,
+    tokens] items before each tile.
     """
 
     passes: Any
@@ -56,7 +56,7 @@ class ChoiceArrays(NamedTuple):
 
 @triton.jit
 def load_pass(passes, number):
-    """A row of the table of passes; of a candidate, 2 * candidate and the one after."""
+    """Loads a row of the table of passes. Candidate c has the rows 2 * c and 2 * c + 1."""
     row = passes + number * PASS_COLUMNS
     return Pass(
         stage=tl.load(row),
@@ -87,7 +87,7 @@ def tile_times(tiles, tile_index):
 
 @triton.jit
 def num_splits_of(segments, step):
-    """Items of a tile, of `step` segments each."""
+    """Number of items of a tile with `step` segments per item."""
     return tl.cdiv(segments, step)
 
 
@@ -95,15 +95,15 @@ class _Sums(NamedTuple):
     """Three sums and two maxima over the items of a pass."""
 
     work_ns: Any
-    partials: Any  # entries of the splits of tiles that are cut
-    slots: Any  # entries that leave partial states, as far as a plan must hold them
+    partials: Any  # partials that cut tiles leave, which cost time
+    slots: Any  # partial slots that a plan needs at most
     max_item_ns: Any
     max_chain_ns: Any
 
 
 @triton.jit
 def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, slots_b, item_b, chain_b):
-    """One reduction waits for the program's warps once."""
+    """Combines all sums and maxima in one reduction, so that the program's warps synchronize only once."""
     return (
         work_a + work_b,
         partials_a + partials_b,

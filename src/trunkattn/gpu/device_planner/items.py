@@ -19,9 +19,9 @@ from trunkattn.gpu.device_planner.stats import summarize
 
 
 class Item(NamedTuple):
-    """An item, or where the fields of items stand."""
+    """The fields of an item, or pointers to these fields."""
 
-    pass_number: Any  # even for the first pass of a candidate
+    pass_number: Any  # row of the table of passes: even for the first pass of a candidate
     entry: Any  # first entry of its tile
     tile_item: Any  # first item of its tile
     begin: Any  # segments of the tile [begin, end)
@@ -31,8 +31,8 @@ class Item(NamedTuple):
     full: Any  # leading segments without a mask
     size: Any  # segments that it lists
     bucket: Any
-    nodes: Any  # where its tile's nodes begin
-    rows: Any  # entries of its tile
+    nodes: Any  # first node of its tile
+    rows: Any  # number of entries of its tile
     subtiles: Any
 
 
@@ -40,10 +40,10 @@ ITEM_FIELDS = tl.constexpr(len(Item._fields))
 
 
 class PartialArrays(NamedTuple):
-    """Arrays by query token: how many partials it has."""
+    """Arrays by query token: the number of its partials."""
 
-    tall: Any  # items of the candidate's first pass that hold it
-    low: Any  # of its second pass
+    tall: Any  # items of the candidate's first pass that hold the query
+    low: Any  # items of its second pass that hold it
     fused: Any  # whether an item merges them
 
 
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What an item takes of its tile; see `Item`."""
+    """The part of a tile that an item computes; see `Item`."""
 
     low: Any
     high: Any
@@ -80,7 +80,7 @@ class Split(NamedTuple):
 
 @triton.jit
 def item_arrays(items, max_items):
-    """Where the fields of an item stand; items: the first of them."""
+    """Pointers to the fields of the items. items: pointer to the first field."""
     return Item(
         pass_number=items,
         entry=items + max_items,

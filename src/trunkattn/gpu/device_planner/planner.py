@@ -1,8 +1,8 @@
 """The planner's twin on a GPU (PAT §5.1, §5.2): fills a reserved plan from tensors on the device.
 
-`DevicePlanner.fill` gives, bit for bit, what the host gives with `planner.tiles.candidates.tile_forest` and
-`gpu.plan.refill`, for the tiling that the host predicts to be the fastest. It reads nothing back and makes the same
-launches for every batch, so a CUDA graph that holds them plans whatever its tensors hold when it is replayed.
+`DevicePlanner.fill` writes the same bits as the host's `planner.tiles.step.TiledStep.emit` and
+`gpu.arrays.Arrays.place` do for the tiling that the host predicts to be the fastest. It reads nothing back and makes
+the same launches for every batch, so a CUDA graph of them plans whatever its tensors hold when it is replayed.
 """
 
 from functools import cached_property
@@ -41,7 +41,7 @@ MOST_COLUMNS: Final = prefix_forest.ALL_COLUMNS.value
 
 
 def errors_of(bits: int) -> list[str]:
-    """What the error word of a `DevicePlanner` says; empty: nothing."""
+    """The errors that the error word of a `DevicePlanner` stands for, in words. Empty if there are none."""
     return [text for bit, text in ERRORS.items() if bits & bit]
 
 
@@ -56,7 +56,7 @@ class _Arrays(NamedTuple):
 class DevicePlanner:
     """Buffers for batches within a capacity, and the launches that plan one.
 
-    errors [1] int32, on the device: what was ever wrong with a batch (`errors_of`); the caller sets it back.
+    errors [1] int32 on the device: everything that was wrong with any batch so far (`errors_of`). The caller resets it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DevicePlanner:
         card: Card,
         device: torch.device,
     ) -> None:
-        """Reserves the planner's buffers. limits: those that the plans were reserved with."""
+        """Reserves the planner's buffers. limits: the limits with which the plans are reserved."""
         self._capacity, self._card, self._device = capacity, card, device
         self._limits = Limits(
             num_pages=capacity.num_pages,

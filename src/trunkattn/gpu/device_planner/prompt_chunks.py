@@ -1,7 +1,7 @@
-"""Prompt chunks in a plan that is made on the device: the host, which knows their lengths, lists them; their pages and
-the decodes' tiles never leave the device.
+"""Prompt chunks in a plan that is made on the device. The host knows their lengths and lists their items. Their pages
+and the decodes' tiles never leave the device.
 
-A chunk's item reads the KV of its own request. Sharing would need the pages on the host, and a wait for them.
+An item of a chunk reads the KV of its own request only. To share, the host would have to wait for the pages.
 """
 
 from dataclasses import replace
@@ -23,11 +23,12 @@ from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_S
 
 _ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)
-_BLOCK = 256  # items that are looked at at once
+_BLOCK = 256  # items that the kernel handles at once
 
 
 class ListedChunks(NamedTuple):
-    """The prompt chunks of a step. planned: whole items, none of which shares. overlaps: decodes are co-scheduled."""
+    """The prompt chunks of a step. planned: their items, which share nothing and are not cut. overlaps: decodes are
+    co-scheduled with them."""
 
     planned: Planned
     first_token: int
@@ -35,12 +36,12 @@ class ListedChunks(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """The last ones of the step."""
+        """Number of chunks, which are the last requests of the step."""
         return len(self.planned.batch.seq_lens)
 
     @property
     def end_token(self) -> int:
-        """One past their last query token in the step."""
+        """One past the chunks' last query token in the step."""
         return self.first_token + int(self.planned.batch.query_start_loc[-1])
 
     def check(self) -> None:
@@ -54,8 +55,8 @@ class ListedChunks(NamedTuple):
 
 
 def tables_of(chunks: PromptChunks, page_size: int, window: int) -> StepTables:
-    """The chunks as a batch of their own for the host's planner. All pages of a request have its number, as the real
-    ones are not known there."""
+    """The chunks as a separate batch for the host's planner. All pages of a request have the request's number, because
+    the host does not know the real ones."""
     seq_lens = chunks.seq_lens.numpy().astype(np.int32)
     starts = np.append(0, np.cumsum(chunks.query_lens.numpy())).astype(np.int32)
     rows, columns = len(seq_lens), -(-int(seq_lens.max()) // page_size)
@@ -67,10 +68,10 @@ def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor,
     """Adds prompt chunks to a plan whose tiles were made on the device, on the current stream, without a wait.
 
     Args:
-        plan: reserved with room for them.
+        plan: a plan that was reserved with room for chunks.
         listed: the chunks.
-        block_table: of the whole step, on the device.
-        num_pages: of the cache, to which page ids are clamped.
+        block_table: the block table of the whole step, on the device.
+        num_pages: pages of the cache; page ids are clamped to them.
     """
     chunks, work, batch = plan.chunks, listed.planned.work, listed.planned.batch
     assert chunks is not None
@@ -94,9 +95,9 @@ def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor,
 
 @triton.jit(do_not_specialize=["num_chunk_items", "overlaps"])
 def _count_kernel(counts, items, overlapped, chunk_count, num_chunk_items, overlaps, BLOCK: tl.constexpr):
-    """Notes the chunks' items, and takes those of the lowest tile that merge nothing out of their bucket, to be
-    co-scheduled with the chunks: overlapped is their range, and the most queries of one. overlaps: 0 or 1, which is no
-    constant, so that a step of either kind compiles the kernel for both."""
+    """Stores the number of the chunks' items. If `overlaps` is 1, it takes the items of the lowest tile that merge
+    nothing out of their bucket and stores their range, and the most queries of one, in `overlapped`: they are
+    co-scheduled with the chunks. `overlaps` is no constant, so that one compiled kernel serves both cases."""
     tl.store(chunk_count, num_chunk_items)
     begin = tl.load(counts)
     end = tl.load(counts + overlaps)

@@ -1,4 +1,4 @@
-"""Planning on the device, beside the items: what a plan reads, for those who count it."""
+"""Counts on the device what a plan reads. It runs in the launch that makes the items."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from trunkattn.gpu.device_planner.prefix_forest import load_request
 
 @triton.jit
 def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
-    """int64: the tokens that are read if every request reads its own."""
+    """int64: KV tokens that are read if every request reads its own."""
     BLOCK: tl.constexpr = SIZES.block
     unshared = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, bounds.num_rows, BLOCK):
@@ -22,8 +22,8 @@ def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
 
 @triton.jit
 def summarize(candidate, tables, bounds, window, passes, totals, summary, SIZES: tl.constexpr):
-    """summary [3] int64, of one plan: the candidate that was taken, the tokens that all of its tiles read, and those
-    that are read if every request reads its own."""
+    """Stores summary [3] int64 of a plan: the number of the chosen candidate, the KV tokens that its tiles read, and
+    the KV tokens that are read if every request reads its own."""
     read = tl.zeros([], tl.int64)
     for nth in tl.static_range(2):
         stage = tl.load(passes + (candidate * 2 + nth) * PASS_COLUMNS)

@@ -20,7 +20,7 @@ from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.step_choice import BATCH_INVARIANT
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import TilingRule
-from trunkattn.planner.work_list import TileLimits, TileList
+from trunkattn.planner.work_list import ITEM_COLUMNS, QUERY_END, SEGMENT_COLUMNS, SEGMENT_END, TileLimits, TileList
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
 
@@ -30,8 +30,8 @@ class DeviceTiles:
     """Rows of tiles that were planned on the device.
 
     Attributes:
-        tables: the caller's without prompt chunks; `stats` and `check` read them when they are asked.
-        num_query_tokens: of the step, at least; the number is on the device.
+        tables: the caller's tables without the prompt chunks. `stats` and `check` read them when they are called.
+        num_query_tokens: a lower bound of the step's query tokens, whose number only the device knows.
     """
 
     tables: Tables
@@ -53,18 +53,18 @@ class DeviceTiles:
         return self.gpu_plan.summary[1:]
 
     def tile_list(self) -> TileList:
-        """What the plan's arrays hold. Waits for the device."""
+        """A copy of the plan's arrays. Waits for the device."""
         host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
         heights = len(self.rule.tiles)
         *counts, merged = host["counts"][: 2 * heights + 2].tolist()
         if self.has_chunks:
-            counts[0] = int(host["overlapped"][0])  # items that overlap chunks are in no bucket
-        items = host["items"][: 5 * counts[-1]].reshape(-1, 5)
-        queries, segments = (int(items[:, column].max(initial=0)) for column in (4, 2))
+            counts[0] = int(host["overlapped"][0])  # co-scheduled items are in no bucket
+        items = host["items"][: ITEM_COLUMNS * counts[-1]].reshape(-1, ITEM_COLUMNS)
+        queries, segments = (int(items[:, column].max(initial=0)) for column in (QUERY_END, SEGMENT_END))
         slots = host["partial_slots"][:queries]
         return TileList(
             items=items,
-            segments=host["segments"][: 3 * segments].reshape(-1, 3),
+            segments=host["segments"][: SEGMENT_COLUMNS * segments].reshape(-1, SEGMENT_COLUMNS),
             queries=host["queries"][:queries],
             partial_slots=slots,
             merge_slots=host["merge_slots"][: 2 * queries].reshape(-1, 2),
@@ -90,7 +90,7 @@ class DeviceTiles:
 
 
 class OnDevice:
-    """Plans steps within a capacity on the device; one for all windows."""
+    """Plans steps within a capacity on the device. One object serves all windows."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -101,7 +101,7 @@ class OnDevice:
         card: Card,
         device: torch.device,
     ) -> None:
-        most = {  # places in the cache are int32, and what orders the requests is one int64
+        most = {  # places in the cache are int32, and the sort key of a request is one int64
             "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
             "max_requests": MOST_ROWS,
             "max_pages_per_request": MOST_COLUMNS,
@@ -124,7 +124,8 @@ class OnDevice:
         plan: GpuPlan,
         chunks: ListedChunks | None = None,
     ) -> DeviceTiles:
-        """Fills a reserved plan; query_start_loc None: one query token each. chunks: the last requests."""
+        """Fills a reserved plan. query_start_loc may be None for one query token each. chunks: the last requests, if
+        these are prompt chunks."""
         table, lens, starts = tables
         if starts is None:
             starts = self._starts[: table.shape[0] + 1]
@@ -146,8 +147,8 @@ class OnDevice:
         return DeviceTiles(kept, window, self._rule, plan, known, has_chunks=chunks is not None)
 
     def _fill(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
-        """Launches the planner; from the second time that the same tensors come, as a CUDA graph: its launches
-        from Python take five times as long as what they launch."""
+        """Launches the planner. If the same tensors come again, it is replayed as a CUDA graph, because launches from
+        Python take several times as long as the kernels."""
         if self._device.type != "cuda" or is_compiling() or torch.cuda.is_current_stream_capturing():
             return self._planner.fill(plan, *tables, window, lowest_tile)
         assert plan.summary is not None

@@ -72,7 +72,7 @@ _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 
 
 def _prefill_tile(head_dim: int, block_n: int) -> MainloopTile:
-    """The constants of the main loop for heads of 64, 128 or 256, and blocks of so many keys."""
+    """The constants of the main loop for heads of 64, 128 or 256, and blocks of `block_n` keys."""
     return mainloop_tile(head_dim, block_n, num_stages=2, num_consumer_warps=8, mask_ahead=False)
 
 
@@ -206,7 +206,7 @@ def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C
 
 @gluon.jit
 def _mask(args, CUT: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block. CUT: as of `_locate_boxes`."""
+    """[64, block_n] which row sees which key of a block. CUT: see `_locate_boxes`."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     origin = 0 if C.windowed else args.first  # keys are counted from there
     key = args.first - origin + n

@@ -76,9 +76,9 @@ class HopperTile(NamedTuple):
     low_read_percent: int = 100
 
 
-# `benchmarks/calibrate_shapes.py` fits the times, but for what no shape has: 8-bit heads of 64 have the times of heads
-# of 128, and gathered heads of 256 those of widened ones. 16-bit heads of 128 have times that suit an H100, too. Two
-# CTAs fit on an SM, or one with 8-bit heads of 256.
+# `benchmarks/kernels/calibrate_shapes.py` fits the times. Some heads are in no shape and borrow times: 8-bit heads of
+# 64 those of 128, and gathered heads of 256 those of widened ones. The times of 16-bit heads of 128 suit an H100, too.
+# Two CTAs fit on an SM, or one with 8-bit heads of 256.
 TILES: Final = MappingProxyType(
     {
         (Source.LOADED, 64): HopperTile(

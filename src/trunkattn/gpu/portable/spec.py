@@ -19,7 +19,7 @@ _MAX_HEAD_DIM: Final = 256
 _MAX_GROUP_SIZE: Final = 64  # rows of the tallest tile, for head_dim up to WIDE and elements of up to 16 bits
 _MAX_GROUP_SIZE_OF_LARGE_TILES: Final = 32
 
-# Two tiles are nearly as good as any number of them. `benchmarks/calibrate.py` fits the times of all tiles.
+# Two tiles are nearly as good as any number of them. `benchmarks/kernels/calibrate.py` fits the times of all tiles.
 _LOW: Final = GpuTile(16, 64, warps=2, stages=2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 _TALL: Final = GpuTile(
     64, 64, warps=4, stages=3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4
@@ -199,7 +199,7 @@ def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...
 
 
 def prefill_tile(itemsize: int, width: int, capability: int = HOPPER) -> PrefillTile:
-    """The tile of prompt chunks; arguments as of `tiles_of`."""
+    """The tile of prompt chunks. The arguments are those of `tiles_of`."""
     timed = capability == HOPPER
     if itemsize > 2:
         return PREFILL_TILE_SMALL
