@@ -1,4 +1,4 @@
-"""One CUDA graph for any batch: plans of a fixed size, filled anew each step on the GPU.
+"""One CUDA graph for any batch: plans of a fixed size, which the GPU refills in each step.
 
     python examples/cuda_graph.py            # needs an NVIDIA GPU
 

@@ -43,7 +43,7 @@ def measure(engine: Offline, prompts: Sequence[list[int]], repeats: int) -> dict
 
 
 def traced(folder: Path, steps: int) -> dict[str, Any]:
-    """What the card did in a step, from the traces of so many in a folder, which are removed.
+    """What the card did in a step, from the traces of `steps` steps in a folder, which are removed.
 
     Raises:
         RuntimeError: there are none.

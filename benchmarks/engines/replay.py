@@ -14,7 +14,7 @@ from benchmarks.workloads.arrivals import Arrival
 
 @dataclass(frozen=True)
 class Answer:
-    """Seconds: to the first token, between tokens in the mean, to the last token."""
+    """Seconds to the first token, mean seconds between tokens, and seconds to the last token."""
 
     ttft: float
     tpot: float

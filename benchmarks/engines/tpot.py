@@ -24,9 +24,9 @@ rounding parts some: this shows gross errors, and is no test of accuracy. What o
 result, from the counters that the engine would serve under /metrics.
 
 With --busy some steps of each batch are traced, by the engine's own profiler, after all were timed. `busy_ms` is about
-how long kernels and copies are under way on the card in a step, those that wait for others included, `kernels_ms` how
-long each is, and `calls_ms` how long the host is in each of CUDA's calls. If `busy_ms` is much less than the time per
-token, the host bounds it. Where a trace fails, `busy_missing` says why.
+how long kernels and copies run on the card in a step, those that wait for others included, `kernels_ms` how long each
+is, and `calls_ms` how long the host is in each of CUDA's calls. If `busy_ms` is much less than the time per token, the
+host bounds it. Where a trace fails, `busy_missing` says why.
 
 With --cold each back end starts with empty caches of compiled code, to compare the time until it is ready (`ready_s`),
 and runs one batch.
@@ -38,8 +38,8 @@ With --invariant each back end runs with VLLM_BATCH_INVARIANT=1, and CUSTOM agai
 
 With --shape the model is one of model_shapes.py, and the batches are six of the twelve. qwen3-next needs einops.
 
-With --dcp so many cards share each request (decode context parallelism): the model then has one KV head, and the batch
-is 64 questions about one text of 64k tokens.
+With --dcp N, N cards share each request (decode context parallelism). The model then has one KV head, and the batch is
+64 questions about one text of 64k tokens.
 
 On a CPU, `--engine sglang --device cpu --quick` runs two small batches, to see that it works: FOLDER is a tiny model.
 """

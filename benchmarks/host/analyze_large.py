@@ -82,7 +82,7 @@ class Words:
         self._words = np.array([bytes(word).decode() for word in letters])
 
     def text(self, number: int, num_tokens: int) -> str:
-        """A text of so many tokens."""
+        """A text of about `num_tokens` tokens."""
         drawn = np.random.default_rng(number).integers(0, len(self._words), num_tokens)
         return " ".join(self._words[drawn].tolist())[: num_tokens * BYTES_PER_TOKEN]
 
@@ -100,7 +100,7 @@ def text_line(number: int, row: Row, words: Words) -> dict[str, Any]:
 
 
 def write_log(path: Path, kind: str, count: int) -> None:
-    """Writes a log of so many requests."""
+    """Writes a log of `count` requests."""
     words = Words()
     with path.open("w") as file:
         for number, row in enumerate(rows(count)):

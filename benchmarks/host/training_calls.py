@@ -127,7 +127,7 @@ def training_rows(
     settle: Callable[[], object],
     fake: FakeDriver | None,
 ) -> list[dict[str, Any]]:
-    """A row for each case. timed: `host_us`. fake: as of `fake_training`, None on a GPU."""
+    """A row for each case. timed: `host_us`. fake: from `fake_training`, None on a GPU."""
     device, tokens, heads = ("cuda", TOKENS, HEADS) if fake is None else ("cpu", FAKE_TOKENS, FAKE_HEADS)
     rows = []
     for name in CASES:

@@ -4,13 +4,13 @@
     python -m benchmarks.kernels.prefill --shapes  # results/prefill-shapes-CARD.json: the shapes of some models
     python -m benchmarks.kernels.prefill --tiles  # results/prefill-tiles-CARD.json: candidates for PREFILL_TILE
 
-bf16, head_dim 128, 32/8 heads, pages of 16, or with --shapes those of `shape_table` that are named. A cell is a chunk
-of so many query tokens behind so many cached tokens, or so many requests with a short chunk each behind one shared
-prefix. `trunkattn` is what a card gets, `trunkattn_portable` the kernel for any card, `trunkattn_hopper` the one for
-Hopper, also of shapes with which it was not timed yet. Time is that of a CUDA graph of several runs, median of the
-replays. Some tokens of every output are checked against float64. `trunkattn_one_graph` is what a card gets where only
-the lengths are known on the host, as SGLang's prompts: a plan of fixed size, made on the device, in which as many CTAs
-as there are SMs take all items.
+bf16, head_dim 128, 32/8 heads, pages of 16, or with --shapes those of `shape_table` that are named. A cell is one chunk
+behind a number of cached tokens, or a number of requests with a short chunk each behind one shared prefix. `trunkattn`
+is what a card gets, `trunkattn_portable` the kernel for any card, `trunkattn_hopper` the one for Hopper, also of shapes
+with which it was not timed yet. Time is that of a CUDA graph of several runs, median of the replays. Some tokens of
+every output are checked against float64. `trunkattn_one_graph` is what a card gets where only the lengths are known on
+the host, as SGLang's prompts: a plan of fixed size, made on the device, in which as many CTAs as there are SMs take all
+items.
 """
 
 import argparse

@@ -135,7 +135,7 @@ def trees_of(name: str) -> str:
 
 
 def is_unshared(tree: str) -> bool:
-    """A tree of one level: so many requests of so many tokens."""
+    """Whether a tree has one level: requests that share nothing."""
     return "," not in tree
 
 

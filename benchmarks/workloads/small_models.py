@@ -98,7 +98,7 @@ def prompts(changed: bool) -> list[list[int]]:
 
 
 def long_prompts(changed: bool) -> list[list[int]]:
-    """24 prompts of some thousand tokens that share nothing. changed: as of `prompts`."""
+    """24 prompts of some thousand tokens that share nothing. changed: see `prompts`."""
     rng = np.random.default_rng(0)
     found = [rng.integers(3, LARGEST_TOKEN, 3000 + 37 * i).tolist() for i in range(24)]
     return with_other_tokens(found) if changed else found

@@ -26,7 +26,8 @@ from trunkattn.validate import check_int
 
 
 class Plan:
-    """One step's plan for one window; owns its arrays, any number may be alive. Made by `BatchAttention.plan`."""
+    """The plan of one step for one window, made by `BatchAttention.plan`. It owns its arrays, so any number of plans
+    can be alive."""
 
     def __init__(
         self, step: PlannedStep, owner: "BatchAttention", last_page: int, window: int, refills: bool = True
@@ -35,45 +36,47 @@ class Plan:
         self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles, whose kernels would read the arrays of the plan that was copied."""
+        """Refuses copies and pickles, because their kernels would read the arrays of the original plan."""
         raise TypeError("a Plan is copied or pickled: expected one made by BatchAttention.plan, so plan there again")
 
     @property
     def num_query_tokens(self) -> int:
-        """Rows of q and out that `run` expects. At least so many for a plan made on the device with query_start_loc,
+        """Rows of q and out that `run` expects. For a plan made on the device with query_start_loc it is a lower bound,
         because the host does not know the number."""
         return self.step.num_query_tokens
 
     @property
     def num_chunks(self) -> int:
-        """Requests that are prompt chunks for a kernel of their own, as there may be on a GPU."""
+        """Number of requests that a separate kernel computes as prompt chunks. Always 0 on a CPU."""
         return self.step.num_chunks
 
     @property
     def stats(self) -> PlanStats:
-        """What this plan reads, and what one pack per request would read. Waits for the device if the plan was made
-        there. After `run` it also says which layers a faster kernel could not read, and why."""
+        """KV tokens that this plan reads, KV tokens without sharing, its items, and why it was chosen (see
+        `PlanStats`). Waits for the device if the plan was made there. After `run`, `stats.reason` also says which
+        layers a faster kernel could not read, and why."""
         return self.step.stats()
 
     @property
     def counters(self) -> Counters:
-        """What can be told without a wait for the device, for counters of a serving engine.
+        """Counts that need no wait for the device, for the metrics of a serving engine.
 
-        `counters.kv_tokens` is int64 [2] on the device: KV tokens read, and KV tokens without sharing, of requests that
-        are not prompt chunks; None for plans made on the host, whose `stats` never wait. `counters.chunks` are the
-        statistics of the prompt chunks only; None if the plan has none.
+        `counters.kv_tokens` is int64 [2] on the device: KV tokens read, and KV tokens without sharing, for all requests
+        except prompt chunks. It is None for plans made on the host, whose `stats` never waits. `counters.chunks` has
+        the statistics of the prompt chunks; None if the plan has no chunks.
         """
         return self.step.counters
 
     def only(self, part: Part) -> "Plan":
-        """This plan, in the same arrays, run without the launches that the other part needs, which saves some µs a
-        layer. Nothing can be planned into the result; a CUDA graph that ran it computes any plan of that part that is
-        put into this one later.
+        """A plan with the same arrays but only the launches of one part, which saves some µs per layer.
+
+        No other batch can be planned into the result. But if a later batch that has only this part is planned into the
+        original plan, a CUDA graph that ran the result computes it.
 
         Args:
-            part: "decodes" to leave out the kernel for prompt chunks. With a capacity `run` launches it even if it
-                finds nothing to compute; where it would not, the result is this plan itself. "chunks" to launch only
-                that kernel, for a plan made on the device all requests of which are prompt chunks.
+            part: "decodes" leaves out the kernel for prompt chunks, which with a capacity is launched even if there are
+                none. If the plan has no such launch, the result is the plan itself. "chunks" leaves only that kernel,
+                for a plan made on the device whose requests are all prompt chunks.
 
         Raises:
             ValueError: the other part has something to compute, or there is no such part.
@@ -90,11 +93,12 @@ class Plan:
         return self if step is self.step else Plan(step, self.owner, self.last_page, self.window, refills=False)
 
     def check(self) -> None:
-        """Verifies the invariants of the work list (every visible pair covered once, slots distinct, order, tiles).
+        """Verifies the invariants of the work list: each visible (query, key) pair is computed once, partial slots are
+        distinct, and items are in order and fit their tiles.
 
         Raises:
-            AssertionError: naming the invariant and the item or query that breaks it.
-            RuntimeError: Python runs with -O, which leaves assertions out.
+            AssertionError: an invariant does not hold; the message names it and the item or query.
+            RuntimeError: Python runs with -O, which removes assertions.
         """
         if not __debug__:
             raise RuntimeError("Plan.check consists of assertions, which python -O leaves out: run Python without -O")
@@ -104,8 +108,8 @@ class Plan:
 class BatchAttention:
     """Attention of a batch over a paged KV cache that reads what requests share once.
 
-    `plan` is called once per step (and window), `run` once per layer. Not for use by several threads at once: the
-    workspace is shared by all plans.
+    Call `plan` once per step (and window) and `run` once per layer. Do not use one object from several threads at once,
+    because all of its plans share a workspace.
 
     A query, key or value that is not finite makes outputs of the requests that see it NaN or infinite, and no others,
     but for one case: on a GPU a value reaches the other requests of its tile of up to 64 rows, whose weights for it

@@ -1,4 +1,4 @@
-"""What a device does for `BatchAttention`: the protocols that its back ends follow, and the table of back ends."""
+"""The protocols that the back ends of `BatchAttention` follow."""
 
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ DeviceTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # block_t
 
 
 class Counters(NamedTuple):
-    """What a plan can tell without a wait for the device.
+    """Counts of a plan that need no wait for the device.
 
     kv_tokens: int64 [2] on the device: KV tokens read, and KV tokens without sharing, of requests that are not prompt
     chunks. Only for plans made on the device. chunks: statistics of the prompt chunks; None if there are none.
@@ -29,19 +29,19 @@ class PlannedStep(Protocol):
 
     @property
     def num_query_tokens(self) -> int:
-        """Rows of q and out that `run` expects; of a step planned on the device, at least this many."""
+        """Rows of q and out that `run` expects; a lower bound for a step planned on the device."""
 
     @property
     def num_chunks(self) -> int:
-        """Requests that are prompt chunks for a kernel of their own."""
+        """Number of requests that a separate kernel computes as prompt chunks."""
 
     @property
     def counters(self) -> Counters:
-        """What can be counted without a wait."""
+        """Counts that need no wait for the device."""
 
     def only(self, part: Part) -> "PlannedStep | None":
-        """Returns a step in the same arrays without the launches for the other part: itself if there are none, and None
-        if the other part has work."""
+        """Returns a step with the same arrays but only the launches of one part: itself if the other part has no
+        launches, and None if the other part has work."""
 
     def stats(self) -> PlanStats:
         """Statistics of what the plan reads. Waits for the device if the plan was made there."""
@@ -65,15 +65,16 @@ class Backend(Protocol[Step]):
         """[1] int32 on the device, not 0 if `check` would raise; None if nothing is planned there."""
 
     def plan(self, batch: StepTables, into: Step | None = None) -> Step:
-        """Plans a checked batch. into: a step of this back end, whose arrays the new one takes over."""
+        """Plans a checked batch. into: a step of this back end whose arrays the new step uses again."""
 
     def plan_on_device(
         self, tables: DeviceTables, window: int, into: Step | None = None, chunks: PromptChunks | None = None
     ) -> Step:
-        """Plans tables on the device without waiting for it. chunks: what the host knows of the last requests."""
+        """Plans tables on the device without waiting for it. chunks: lengths of the last requests, if these are prompt
+        chunks."""
 
     def overlaps(self, chunks: PromptChunks) -> bool:
-        """Whether one kernel is to compute these chunks and what decodes beside them."""
+        """Whether one kernel is to compute these chunks together with the step's decodes."""
 
     def check(self) -> None:
         """Raises ValueError if a plan made on the device met values that are out of bounds. Waits for the device."""

@@ -1,8 +1,8 @@
-"""`njit` as the project uses it: Numba's, with a cache, one word to whoever waits, and no cache where none can be kept.
+"""The project's `njit`: Numba's, with a cache where one can be kept, and with a notice when compiling takes long.
 
-Numba keeps compiled code beside the sources or in a folder of the user; NUMBA_CACHE_DIR names another. Its own cache
-notices a change of the file that a function stands in, but not of the files whose functions it calls, so here the
-cache is bound to every source that is compiled.
+Numba keeps compiled code beside the sources or in a folder of the user, or in the folder that NUMBA_CACHE_DIR names.
+Its own cache notices a change of the file that defines a function, but not of files whose functions it calls. So here
+the cache depends on every source that is compiled.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 _PACKAGE: Final = Path(__file__).parent
-# What holds compiled functions, and the constants that they are compiled with.
+# The files and folders with compiled functions, and with constants that these are compiled with.
 COMPILED_SOURCES: Final = (
     "compiled.py",
     "cpu",
@@ -29,7 +29,7 @@ COMPILED_SOURCES: Final = (
     "ops",
     "planner",
 )
-_SAYS_AFTER_S: Final = 0.3  # of compiling: one small function is not worth a word
+_SAYS_AFTER_S: Final = 0.3  # seconds of compiling before the notice appears: one small function needs none
 
 
 def njit(function: Callable | None = None, *, inner: bool = False, by_address: bool = False, **options: Any) -> Any:
@@ -92,7 +92,8 @@ class _PackageCache(FunctionCache):
 
 
 class Announcer(event.Listener):
-    """Says once that functions of this package are being compiled. Numba tells it of each one that is not cached."""
+    """Announces once that functions of this package are being compiled. Numba reports each function that is not
+    cached."""
 
     def __init__(self) -> None:
         self._depth = 0  # compiling a function compiles those that it calls
@@ -123,7 +124,7 @@ def _is_ours(event: Any) -> bool:
 
 
 def announce(folder: str | None) -> None:
-    """Prints to stderr that code is being compiled, or warns if every process will compile it again."""
+    """Prints to stderr that code is being compiled, or warns that every process will compile it again."""
     if folder is None:
         warnings.warn(
             "trunkattn compiles what runs on the CPU, 10 to 40 s, and finds no folder to keep it in, so every process "

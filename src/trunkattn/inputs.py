@@ -1,4 +1,4 @@
-"""Checks of what callers hand to `BatchAttention`: everything the host can see, before anything is computed."""
+"""Checks of the arguments of `BatchAttention`: everything that the host can see, before anything is computed."""
 
 from numbers import Real
 from typing import Any, NamedTuple
@@ -26,11 +26,12 @@ class StepInputs(NamedTuple):
 
 
 class PromptChunks(NamedTuple):
-    """The last requests of a step whose tables lie on a GPU: prompt chunks, whose lengths the host knows as well.
+    """Prompt chunks of a step whose tables lie on a GPU: the last requests of the step, whose lengths the host knows,
+    too.
 
-    first_token: their first query token in the step. query_lens, seq_lens: [chunks] int32 on the CPU, what
-    `BatchAttention.plan` is told of these requests on the device. other_kv_tokens: tokens of all other requests, or an
-    upper bound, to judge whether it pays to compute them together; None: it is not known.
+    first_token: their first query token in the step. query_lens, seq_lens: [chunks] int32 on the CPU, equal to the
+    lengths of these requests in the device's tables. other_kv_tokens: KV tokens of all other requests, or an upper
+    bound; it decides whether one kernel computes both. None: unknown.
     """
 
     first_token: int
@@ -65,7 +66,8 @@ def all_on_gpu(inputs: StepInputs) -> bool:
 
 
 def check_on_device(inputs: StepInputs) -> None:
-    """Checks what the host sees of a step that is planned on the device. Its planner checks the shapes."""
+    """Checks the arguments of a step that is planned on the device, as far as the host sees them. The device planner
+    checks the shapes."""
     if inputs.num_pages is not None:
         raise ValueError(
             "num_pages is given: expected None, for these tables are planned on the GPU; use Capacity.num_pages"
@@ -73,7 +75,7 @@ def check_on_device(inputs: StepInputs) -> None:
 
 
 def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capacity: Capacity) -> None:
-    """Checks what the host is told of a step's prompt chunks, whose tables lie on the device."""
+    """Checks the lengths of a step's prompt chunks, which the host gets in addition to the tables on the device."""
     if not isinstance(chunks, PromptChunks):
         raise TypeError(f"chunks is a {type(chunks).__name__}: expected PromptChunks or None")
     number = len(chunks.query_lens) if isinstance(chunks.query_lens, torch.Tensor) and chunks.query_lens.dim() else 0
@@ -142,7 +144,7 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
             )
 
 
-# What `_first_problem` finds. 0: nothing.
+# The results of `_first_problem`; 0 means that there is no problem.
 _STARTS_FALL, _NEGATIVE_LENGTH, _TOO_MANY_QUERIES, _TOO_LONG, _PAGE_OUTSIDE = 1, 2, 3, 4, 5
 
 
@@ -208,9 +210,8 @@ class LayerInputs(NamedTuple):
 
 
 def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
-    """The arguments of `run`, with keys and values as two tensors [pages, page_size, num_kv_heads, ...]: those of a
-    latent cache are views of it, and a `v_cache` that is given must be that view. arguments: as the caller gives them,
-    unchecked."""
+    """The arguments of `run`, with keys and values as two tensors [pages, page_size, num_kv_heads, ...]. For a latent
+    cache both are views of it, and a given `v_cache` must be that view. arguments: those of the caller, unchecked."""
     q: Any = arguments.q
     k_cache: Any = arguments.k_cache
     v_cache: Any = arguments.v_cache
@@ -246,7 +247,7 @@ def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
 
 
 def _of_rows(k_scale: Scale, v_scale: Scale) -> Scale:
-    """The one scale of a latent cache's rows, which are keys and values."""
+    """The scale of a latent cache's rows, which serve as keys and as values."""
     numbers = [scale for scale in (k_scale, v_scale) if isinstance(scale, Real)]
     if v_scale is None or v_scale is k_scale or (len(numbers) == 2 and numbers[0] == numbers[1]):
         return k_scale
@@ -339,7 +340,7 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
 
 
 def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
-    """Checks that the product of what logits are multiplied by is finite; scales on a GPU are not looked at."""
+    """Checks that the product of all factors of the logits is finite. Scales on a GPU are not checked."""
     if inputs.q_scale is None and inputs.k_scale is None:
         return
     product: Any = config.logit_scale

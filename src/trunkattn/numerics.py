@@ -1,4 +1,4 @@
-"""Numbers that every kernel agrees on. Softmax is computed in base 2, where an exponential is one instruction."""
+"""Constants that all kernels share. Softmax is computed in base 2, where an exponential is one instruction."""
 
 import math
 from typing import Final

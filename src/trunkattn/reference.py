@@ -1,4 +1,4 @@
-"""The oracle: paged attention in float64, one request and one head at a time. Slow and obvious on purpose."""
+"""The oracle: paged attention in float64, one request and one head at a time. It is meant to be slow and obvious."""
 
 import math
 
@@ -84,7 +84,8 @@ def latent_attention(
         latent_dim: how many columns are the value.
         sm_scale: what logits are multiplied by.
 
-    The others, and what is returned, are as of `paged_attention`; out is [num_query_tokens, num_qo_heads, latent_dim].
+    The other arguments and the results are those of `paged_attention`; out is [num_query_tokens, num_qo_heads,
+    latent_dim].
     """
     keys = cache.unsqueeze(2)
     tables, values = (block_table, seq_lens, query_start_loc), keys[..., :latent_dim]
@@ -92,7 +93,8 @@ def latent_attention(
 
 
 def _hidden(tokens: torch.Tensor, num_queries: int, sliding_window: int | None) -> torch.Tensor:
-    """[num_queries, length] which of a sequence's tokens, 0 to length - 1, its last `num_queries` do not see."""
+    """[num_queries, length] bool: whether token j of a sequence is hidden from each of its last `num_queries`
+    tokens."""
     positions = tokens[len(tokens) - num_queries :, None]
     hidden = tokens[None, :] > positions
     if sliding_window is not None:

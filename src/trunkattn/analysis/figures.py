@@ -81,7 +81,7 @@ def milliseconds(time_ms: float) -> str:
 
 
 def moment(time: float) -> str:
-    """A time that differs from others nearby: as of `seconds`, but "2:24 min" between two minutes."""
+    """A time among others close to it: like `seconds`, but "2:24 min" between two minutes."""
     minutes, rest = divmod(round(time), 60)
     return f"{minutes}:{rest:02d} min" if time >= 119.5 and minutes < 120 and rest else seconds(time)
 

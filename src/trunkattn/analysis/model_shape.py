@@ -80,7 +80,7 @@ class ModelShape:
         return self.head_dim if self.latent_dim is not None else 2 * self.num_kv_heads * self.head_dim
 
     def bytes_read(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens reads."""
+        """Bytes of weights that a step of `num_tokens` tokens reads."""
         experts = sum(each.read(num_tokens) * each.numbers for each in self.experts)
         return self.dense_numbers * self.weight_bytes + experts * self.expert_bytes
 
@@ -120,7 +120,7 @@ def model_shape(model: str) -> ModelShape:
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a configuration of transformers describes. Errors as of `model_shape`."""
+    """The shape that a configuration of transformers describes. It raises the errors of `model_shape`."""
     reader = _Reader(name, config)
     config = {**config, **reader.mapping("text_config")}
     reader = _Reader(name, config)

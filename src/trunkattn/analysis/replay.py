@@ -24,11 +24,11 @@ _REPORT_EVERY: Final = 256  # calls of `advance`
 
 @dataclass(frozen=True)
 class Outcome:
-    """An engine after all requests have ended.
+    """The state of an engine after all requests have ended.
 
     Attributes:
-        seconds, busy: [clocks] time that has gone by, and time with work.
-        answers, sums, stats, moments, snapshots: what happened.
+        seconds, busy: [clocks] time of the whole run, and time in which there was work.
+        answers, sums, stats, moments, snapshots: records of the run.
     """
 
     seconds: tuple[float, float]
@@ -41,7 +41,7 @@ class Outcome:
 
     @classmethod
     def of(cls, engine: TimedEngine) -> "Outcome":
-        """What became of an engine."""
+        """The outcome of an engine."""
         (alone, shared), (busy_alone, busy_shared) = engine.now.tolist(), engine.busy.tolist()
         return cls(
             seconds=(alone, shared),
@@ -94,7 +94,7 @@ def clocks_of(load: Load) -> tuple[int, ...]:
 
 
 def replay_of(load: Load, size: EngineSize, outcomes: list[Outcome]) -> Replay:
-    """What became of the engines of a load. outcomes: one for each of `clocks_of`."""
+    """The result of a load. outcomes: of the engines, one for each of `clocks_of`."""
     shared, alone = outcomes[0], outcomes[-1]
     return Replay(
         name=load.name,
@@ -127,7 +127,8 @@ def run(
     clock: int,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """What becomes of one engine. clock: by which requests come. Other arguments and errors as of `replay`."""
+    """The outcome of one engine. clock: the clock that arrivals follow. Other arguments and errors are those of
+    `replay`."""
     if load.concurrency is not None:
         answers = max((logged.num_answers for logged, _ in workload.jobs), default=1)
         size = replace(size, max_num_seqs=max(load.concurrency, answers))

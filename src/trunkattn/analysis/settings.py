@@ -25,8 +25,8 @@ class Settings:
         model: name of a built-in shape, such as "llama-3-8b", or path of a config.json or of the folder that has it.
         tensor_parallel: cards that share each layer.
         kv_cache_dtype: "auto" (the model's dtype), "float8_e4m3fn" or "float8_e5m2".
-        concurrencies: closed loops of so many requests at a time.
-        rates: requests per second at which the log is replayed, besides.
+        concurrencies: numbers of requests at a time, for each of which a closed loop is replayed.
+        rates: requests per second, for each of which the log is replayed in addition.
         as_logged: replay the log's own times, where it has them. Then this replay comes first.
         max_num_seqs: sequences that run at once where requests arrive by time.
         page_size: tokens per page.
@@ -36,8 +36,9 @@ class Settings:
         scheduler_policy: "chunked_prefill" or "prefill_first".
         enable_prefix_caching: requests reuse pages of others.
         output_tokens: answer length of requests for which the log names none.
-        max_requests: replays besides the first, and those of spoilers, take so many requests of the log, its first
-            ones; None: all.
+        max_requests: all replays after the first, and those of spoilers, use only this many leading requests of the
+            log;
+            None: all.
         replicas: engines of a fleet; 1: no fleet is replayed.
         route: one of `ROUTES`; None: the fleet is replayed with each of them.
         find_spoilers: whether to look for what spoils sharing.

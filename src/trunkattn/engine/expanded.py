@@ -61,7 +61,7 @@ class ExpandedChunks:
         other_start_loc: [num_requests + 1] query starts of the step without the chunks' tokens.
         attention, plan: of the chunks over expanded keys and values, some heads at a time.
         pages: [N] int64, the pages of the cache that the chunks see, each once.
-        keys, values: [heads at a time, N * page_size, columns], written anew by each layer.
+        keys, values: [heads at a time, N * page_size, columns], overwritten by each layer.
     """
 
     rows: torch.Tensor
@@ -168,7 +168,7 @@ class ChunkExpansion:
         return pages, table
 
     def _heads_at_once(self, num_pages: int) -> int:
-        """The most heads, a divisor of all, whose keys and values of so many pages keep within the memory."""
+        """The largest divisor of the number of heads such that the keys and values of this many heads fit in memory."""
         heads, widths = self._config.num_qo_heads, self._sizes.widths
         head_bytes = num_pages * self._config.page_size * sum(widths) * self._config.dtype.itemsize
         fitting = [some for some in range(1, heads + 1) if heads % some == 0 and some * head_bytes <= _MOST_BYTES]

@@ -3,7 +3,7 @@
 from math import isqrt
 from typing import NamedTuple
 
-PROMPT_SHARE = 4  # prompts get one part in so many of a step's work, whatever the running answers take
+PROMPT_SHARE = 4  # prompts get at least 1/4 of a step's work, however much the running answers take
 
 
 class StepWork(NamedTuple):

@@ -17,7 +17,7 @@ def _place(value: Any) -> Any:
 
 
 class CapturedRun:
-    """`BatchAttention.run` for plans that every step fills anew, and layers whose q and out lie elsewhere each time.
+    """`BatchAttention.run` for plans that every step refills, and layers whose q and out have new addresses each time.
 
     From Python a layer's launches take the host some hundred microseconds, which steps of few tokens do not hide. A
     graph repeats them on the tensors that it was captured with, so q is copied to where this object keeps it and the
@@ -58,8 +58,8 @@ class CapturedRun:
         Args:
             plan: one that later batches are planned into (`BatchAttention.plan(..., into=plan)`).
             q: [T, num_qo_heads, head_dim], or the pair that latent attention takes.
-            k_cache, v_cache: as of `BatchAttention.run`; a layer's stay where they are.
-            options: scales and sinks, likewise.
+            k_cache, v_cache: see `BatchAttention.run`. The caches of a layer must keep their addresses.
+            options: scales and sinks of `BatchAttention.run`.
 
         Raises:
             ValueError, TypeError: as `BatchAttention.run`.

@@ -355,7 +355,7 @@ class DeviceTraffic:
 
 
 def count_step(stats: KvReadStats, step: StepTraffic, token_bytes: list[int]) -> None:
-    """Counts the KV bytes of one step. token_bytes: as of `count_arrivals`."""
+    """Counts the KV bytes of one step. token_bytes: see `count_arrivals`."""
     read = sum(tokens * size for (tokens, _), size in zip(step.kv_tokens, token_bytes, strict=True))
     unshared = sum(tokens * size for (_, tokens), size in zip(step.kv_tokens, token_bytes, strict=True))
     stats.count_read(read, unshared, step.num_requests)

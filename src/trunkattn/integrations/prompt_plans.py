@@ -1,8 +1,8 @@
-"""Prompts in plans that are made on the device: the host lists them by their lengths, which it knows, and their pages
-stay where they are, so that no step waits for the device.
+"""Prompts in plans that are made on the device. The host knows the lengths of prompts and lists their items; their
+pages stay on the device, so that no step waits for it.
 
-The host cannot know what prompts share, so each reads its own keys. That costs little where arithmetic bounds them, and
-much where several prompts have a few tokens left: such steps are the host's.
+The host cannot know what prompts share, so each reads its own keys. That costs little if arithmetic bounds the time,
+but much if several prompts have only a few tokens left. The host plans such steps.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
 
-MOST_PROMPTS: Final = 64  # of more, the host finds what they share
-FEW_TOKENS: Final = 8  # the same of several prompts, if none has more of them left
+MOST_PROMPTS: Final = 64  # the host plans steps of more prompts, because it finds what they share
+FEW_TOKENS: Final = 8  # the host also plans steps of several prompts if each has at most this many tokens left
 
 
 class PromptRoom(NamedTuple):
@@ -53,8 +53,8 @@ def room_for(requests: int, tokens: int) -> PromptRoom:
 
 
 def one_prompt(device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PromptChunks]:
-    """The tables on the device, as of `BatchAttention.plan`, and what the host knows of a step of one prompt of one
-    token: the same kernels compute it as any."""
+    """The tables on the device for `BatchAttention.plan`, and what the host knows, of a step of one prompt of one
+    token. The same kernels compute it as any other prompt."""
     one = torch.ones(1, dtype=torch.int32, device="cpu")
     table, starts = (torch.arange(size, dtype=torch.int32, device=device) for size in (1, 2))
     return (table[None], one.to(device), starts), PromptChunks(0, one, one, 0)

@@ -34,8 +34,8 @@ def warm_up(work: Callable[[], None]) -> None:
 def warm_prompts(
     max_pages: int, page_size: int, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The tables of two steps, as of `BatchAttention.plan`, each of two prompts, which a batch-invariant plan cuts, and
-    merges, in the first step alone.
+    """The tables of two steps for `BatchAttention.plan`, each with two prompts. A batch-invariant plan cuts and merges
+    only those of the first step.
 
     Args:
         max_pages: columns of the block table.
@@ -66,7 +66,7 @@ def run_zeros(
         plan: of at most `rows` query tokens.
         caches: the layer's, of 8 bits or not.
         rows: of the queries.
-        return_lse: as of `BatchAttention.run`.
+        return_lse: see `BatchAttention.run`.
     """
     config, device = attention.config, caches[0].device
     q = torch.zeros(rows, config.num_qo_heads, config.head_dim, dtype=config.dtype, device=device)

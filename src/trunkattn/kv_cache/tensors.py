@@ -10,7 +10,7 @@ import torch
 from trunkattn.kv_cache.page_pool import PageCopy
 from trunkattn.validate import check_int
 
-_ALIGNMENT: Final = 64  # bytes, as of torch: a vector of a CPU then lies in one cache line
+_ALIGNMENT: Final = 64  # bytes, as in torch: a vector of a CPU then lies in one cache line
 
 
 class KVCache:

@@ -129,7 +129,7 @@ def _check_slots(slot_mapping: Any) -> None:
 
 
 def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
-    """Everything that the host can see without looking at a slot."""
+    """Checks everything that the host can see without reading a slot."""
     named = {new.name: new.tensor for new in (first, second)} | {new.cache_name: new.cache for new in (first, second)}
     for name, tensor in named.items():
         _check_tensor(name, tensor)
@@ -184,7 +184,8 @@ def _first_outside(slots, num_slots):
 
 @njit
 def _scatter(target, strides, source, slots, page_size, num_heads):
-    """One thread: a step writes a few hundred kilobytes, less than waking a second thread costs."""
+    """Writes with one thread: a step has only a few hundred kilobytes, which take less time than to wake a second
+    one."""
     page_stride, token_stride, head_stride = strides
     if len(source) == 0:
         return

@@ -75,7 +75,7 @@ def check_nested(q: Any, k: Any, v: Any, options: Options) -> None:
 
 
 def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
-    """The argument that makes the tensors packed, or nothing."""
+    """The name of the argument that makes the tensors packed; empty if none does."""
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} is None: expected both of cu_seqlens_q and cu_seqlens_k, or neither")
@@ -127,7 +127,7 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
 
 
 def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises unless the packed tokens are those of a tree."""
+    """Raises unless there are as many packed tokens as the tree has."""
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
     for name, tensor in (("q", q), ("k", k)):

@@ -38,10 +38,10 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps out and lse only; the backward pass computes the weights again from them, tile by tile. On
-    Hopper and Blackwell PyTorch's cuDNN computes sequences of one length where it can
-    (`torch.backends.cuda.enable_cudnn_sdp(False)`: nothing).
-    Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
+    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile. On
+    Hopper and Blackwell, PyTorch's cuDNN computes sequences of one length where it can, unless
+    `torch.backends.cuda.enable_cudnn_sdp(False)` was called. Sources: FlashAttention, https://arxiv.org/abs/2205.14135,
+    §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
@@ -51,17 +51,18 @@ def flash_attention(
             be nested tensors of layout torch.jagged, [batch, tokens of each, heads, head_dim]; then out is, too.
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
-        sliding_window: a query sees this many last keys, its own included, without `causal` as many next ones, too; in
-            a tree of itself and its ancestors. None for all.
+        sliding_window: a query sees this many last keys, its own included; without `causal` also as many next ones. In
+            a tree it counts the query's token and its ancestors. None for all keys.
         logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
-        sinks: [num_qo_heads], floating: a logit of each head without a value, with a gradient; None for none.
+        sinks: [num_qo_heads], a floating dtype: an extra logit of each head, without a value. It may have a gradient;
+            None for none.
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
-            tokens [cu_seqlens[i], cu_seqlens[i + 1]), at times none. Tokens after the last are padding: output 0,
-            gradient 0. Their values are checked on a CPU; kernels stay inside the tensors whatever they are.
+            tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Tokens after the last sequence are padding, with
+            output 0 and gradient 0. The values are checked on a CPU; on a GPU kernels stay inside the tensors for any.
         tree: sequences that share prefixes: q, k and v are packed, [tree.num_tokens, heads, head_dim], and a token sees
             itself and its ancestors, whatever `causal` is.
         deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
-            Else a GPU adds dq in whatever order its programs come; all else is bit-equal anyway.
+            Otherwise a GPU adds up dq in the order in which its programs run; all other results are bit-equal anyway.
         return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
 
     Returns:
@@ -121,8 +122,8 @@ def _nested(q: Any, k: Any, v: Any, options: Options) -> torch.Tensor | Pair:
 
 
 def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Kernel | None:
-    """The kernel of the table that computes both passes at once. None: the two custom ops do, which torch.compile takes
-    whole."""
+    """The kernel of the table that computes both passes at once. None if the two custom ops do, which torch.compile
+    takes without a graph break."""
     if not q.is_cuda or torch.compiler.is_compiling():
         return None
     tree = options.tree

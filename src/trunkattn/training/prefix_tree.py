@@ -30,7 +30,7 @@ _MOST_TOKENS: Final = int(np.iinfo(np.int32).max) // 4 * 4  # tables hold whole 
 
 
 class PackedTree(NamedTuple):
-    """What a model and its loss need of a tree, one entry a packed token, on a CPU.
+    """The inputs of a model and its loss for a packed tree, with one entry per packed token, on the CPU.
 
     tokens: int64, or None if the tree has none. position_ids: int64, the number of ancestors of each token.
     predictors: int64, the token whose logits predict this one, and -1 where a sequence begins. weights: float32, the
@@ -226,7 +226,7 @@ class PrefixTree:
         return make(self._by_segment.to(device), self.num_tokens)
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """What `make` returns; it is called once for each key, and kept with the tree."""
+        """The result of `make`, which is called once for each key and kept with the tree."""
         if key not in self._cache:
             with torch.inference_mode(False):  # an evaluation may ask first, and a backward pass then takes it
                 self._cache[key] = make()
@@ -234,11 +234,12 @@ class PrefixTree:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and other processes get: what was made for kernels belongs to the devices of this process."""
+        """The state for copies and other processes, without tables on devices, which belong to this process."""
         return self.__dict__ | {"_cache": {}}
 
     def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
-        """Tokens, positions, and how the loss of a packed batch equals that of all sequences.
+        """Packs the tree: its tokens, their positions, and the weights with which the packed loss equals that of all
+        sequences.
 
         The loss of a next token is `weights[t] * cross_entropy(logits[predictors[t]], tokens[t])`, summed over the
         tokens with a predictor: the last token of a prompt has one label for each answer, and a shared token counts

@@ -1,4 +1,4 @@
-"""What is attended to in training, for every kernel. Triton is not imported here."""
+"""Descriptions of the sequences and trees that training kernels attend to. Triton is not imported here."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of 
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number rounded up so that a number of 4 bytes for each are whole 16 bytes."""
+    """The number of tokens, rounded up so that an int32 for each token fills a multiple of 16 bytes."""
     return -(-tokens // 4) * 4
 
 
 class TreeTables(NamedTuple):
     """A prefix tree as kernels read it: int32 tensors on the device of the queries.
 
-    subtree_end, depths, segment_of: [tokens], the end of the range of tokens that see a token, the number of its
-    ancestors, and its segment. segments: [segments, 4], the first token of each, the end of its own tokens, its parent
-    or -1, and the number of segments above it.
+    subtree_end, depths, segment_of: [tokens] for each token one past the last token that sees it, the number of its
+    ancestors, and its segment. segments: [segments, 4] for each segment its first token, one past its last token, its
+    parent or -1, and the number of segments above it.
     """
 
     subtree_end: torch.Tensor
@@ -33,11 +33,11 @@ class TreeTables(NamedTuple):
 
     @classmethod
     def of_segments(cls, numbers: torch.Tensor, tokens: int) -> "TreeTables":
-        """The tables of so many tokens, made on the device of `numbers`, which nothing waits for.
+        """Makes the tables of a tree on the device of `numbers`, without waiting for it.
 
         numbers: int32 [7 · segments]: `segments` row by row, then of all segments the ends of their subtrees, the
         numbers of ancestors of their first tokens less the numbers of these tokens, and their lengths, the last one
-        longer by what rounds all tokens up: kernels are not compiled anew for another alignment.
+        longer by what rounds all tokens up: kernels are not compiled again for another alignment.
         """
         count = len(numbers) // 7
         of_tokens, lengths = numbers[4 * count : 6 * count].view(2, count), numbers[6 * count :]
@@ -49,7 +49,7 @@ class TreeTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Sequences:
-    """What is attended to, and how logits are made.
+    """The sequences of a call, and how their logits are made.
 
     causal: a query sees the keys up to its place; always so in a tree. cu_seqlens_q, cu_seqlens_k: [num_sequences + 1]
     int32 of packed tensors, else None. sliding_window: a query sees this many keys to each side, itself included; None
@@ -68,8 +68,8 @@ class Sequences:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What a bound launch depends on of them, besides q, k and v: launches of kernels that were bound for some
-        sequences compute others of the same kind."""
+        """The properties on which a bound launch depends, besides q, k and v. A launch that was bound for some
+        sequences computes all others of the same kind."""
         tensors = (self.sinks, self.cu_seqlens_q, self.cu_seqlens_k, *(self.tree or ()))
         kinds = [None if tensor is None else (tensor.dtype, tensor.shape[0], is_aligned(tensor)) for tensor in tensors]
         return self.causal, self.sm_scale, self.sliding_window, self.soft_cap, *kinds
@@ -91,7 +91,8 @@ class Sequences:
         return tuple(name for name, value in zip(OPTIONS, given, strict=True) if value is not None)
 
     def layout(self, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
-        """What tells these from a batch whose sequences all have one length, as names for a `TrainingConfig`."""
+        """The options for a `TrainingConfig` by which these sequences differ from a batch of sequences of one
+        length."""
         if self.packed:
             return ("cu_seqlens_q",)
         if self.tree is not None:
@@ -99,8 +100,8 @@ class Sequences:
         return (UNEVEN,) if self.causal and q.shape[1] != k.shape[1] else ()
 
     def window_within(self, tokens: int) -> int:
-        """The window in a sequence of so many queries and keys together, where a larger one than that hides nothing
-        and would not fit the kernels' sums of 32 bits; `UNLIMITED` for none."""
+        """The window, at most `tokens`: the queries and keys of a sequence together. A larger window hides nothing, and
+        would overflow the kernels' 32-bit sums. `UNLIMITED` if there is no window."""
         return UNLIMITED if self.sliding_window is None else min(self.sliding_window, tokens)
 
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:

@@ -15,9 +15,9 @@ MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
 
 
 class TrainingConfig(NamedTuple):
-    """What decides whether a kernel computes an attention in training. dtype: of queries, keys and values. head_dim_v:
-    of values. options: the arguments of `flash_attention` that are given besides. is_grouped: several query heads share
-    a KV head."""
+    """The properties of a call that decide which training kernel computes it. dtype: of queries, keys and values.
+    head_dim_v: of values. options: names of the other arguments of `flash_attention` that are given. is_grouped:
+    several query heads share a KV head."""
 
     head_dim: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class TrainingConfig(NamedTuple):
 
 
 def refuses(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the kernels do not compute an attention on a card; empty: they do."""
+    """Why the portable training kernels do not compute an attention on a card; empty if they do."""
     reasons = card.why_too_old
     if config.dtype not in DTYPES:
         reasons.append(f"dtype {config.dtype}: expected one of {', '.join(map(str, DTYPES))}")
@@ -189,8 +189,8 @@ def no_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
 
 
 def shared_bytes(name: str, tile: FlashTile, head_dim: int, itemsize: int) -> int:
-    """About what a CTA needs: its own rows and those in flight. A backward pass also keeps p in a second layout and, if
-    it adds dq to memory, dq in float32 and the keys."""
+    """An estimate of the shared memory of a CTA in bytes: its own rows and those in flight. A backward pass also keeps
+    p in a second layout and, if it adds dq to memory, dq in float32 and the keys."""
     m, n, row = tile.block_m, tile.block_n, padded_head_dim(head_dim) * itemsize
     if name.startswith("forward"):
         return (m + 2 * tile.stages * n) * row

@@ -1,5 +1,5 @@
-"""Tables of a prefix tree, made on a GPU in one launch each: a training step has a new tree, whose plan is to take the
-host little time."""
+"""Tables of a prefix tree, made on a GPU by one launch each, so that a new tree in every training step takes little
+time of the host."""
 
 from typing import Any, Final
 

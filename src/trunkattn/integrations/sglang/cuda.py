@@ -46,7 +46,7 @@ class DeviceStep:
 
 
 Plans = dict[LayerKind, tuple[BatchAttention, Plan]]
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # as of `BatchAttention.plan`
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # see `BatchAttention.plan`
 
 
 class TrunkCudaBackend(TrunkBackend):
@@ -69,7 +69,7 @@ class TrunkCudaBackend(TrunkBackend):
         return versions.reads_end_before_replay() if mode.is_decode() else super().shared_read_ends(mode)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Makes room for the largest decode graph. What smaller steps were planned in before is made anew."""
+        """Makes room for the largest decode graph. Plans that were made for smaller steps are replaced."""
         self._most_rows = max(self._most_rows, max_bs)
         if self._tables is not None and self._tables.rows < max_bs:
             self._tables, self._step = None, None

@@ -242,7 +242,7 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
 
     def _make_attentions(self, capacity: Capacity) -> None:
         """One attention serves all windows of a configuration, so that they share the workspace."""
-        self.attentions = {}  # those of before give their memory back first
+        self.attentions = {}  # frees the memory of the earlier ones first
         shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
         self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
 

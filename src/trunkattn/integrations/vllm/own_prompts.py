@@ -55,7 +55,7 @@ class OwnPrompts:
         query_start_loc: torch.Tensor,
         known: PromptChunks | None,
     ) -> dict[LayerSpec, PromptPlan]:
-        """The plans of a step, as of `BatchAttention.plan`."""
+        """The plans of a step; see `BatchAttention.plan`."""
         return {spec: self._plan(spec, block_table, seq_lens, query_start_loc, known) for spec in self._on_host}
 
     def _plan(
