@@ -15,6 +15,7 @@ from trunkattn.analysis.formats.base import Chat, Entry, Fields, Hashes, called_
 from trunkattn.analysis.records import Encoded
 from trunkattn.analysis.texts import to_bytes
 from trunkattn.engine.model_path import TOKENIZER_FILES
+from trunkattn.names import install_command
 
 BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
@@ -220,8 +221,8 @@ def read_tokenizer(path: str | Path) -> TokenizerEncoder:
         from trunkattn.engine.model_files import ModelFiles
     except ImportError as error:
         raise ValueError(
-            f"tokenizer={str(path)!r}: the package {error.name} is missing; run pip install 'trunkattn[engine]', or "
-            f"leave the tokenizer out for an estimate"
+            f"tokenizer={str(path)!r}: the package {error.name} is missing; run {install_command('engine')}, or leave "
+            "the tokenizer out for an estimate"
         ) from error
     try:
         tokenizer = load_tokenizer(ModelFiles(place, None) if place.is_dir() else ModelFiles(place.parent, place.name))
