@@ -3,8 +3,8 @@
 from numbers import Integral, Real
 from typing import Any, Final
 
-# The positive normal numbers of float32, up to a power of two whose product with log2(e) is one, too, because kernels
-# compute in base 2. torch knows them as well, but a command checks its options before torch is loaded.
+# The positive normal numbers of float32, up to a power of two whose product with log2(e) is still one of them, because
+# kernels compute in base 2. torch has these limits, too, but a command checks its options before torch is loaded.
 _SMALLEST: Final = 2.0**-126
 _LARGEST: Final = 2.0**127
 _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits

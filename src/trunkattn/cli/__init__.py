@@ -1,4 +1,4 @@
-"""The command `trunkattn`: demo, generate, serve, doctor. Names the libraries that it lacks in one line."""
+"""The command `trunkattn`: demo, generate, serve, analyze, explain, doctor. One line names packages that it lacks."""
 
 import os
 import sys
@@ -13,8 +13,8 @@ LIBRARIES = ("typer", "rich")
 
 def main() -> None:
     """Entry point of the console script and of `python -m trunkattn`."""
-    # GNU OpenMP's threads spin while they wait. Beside other work that takes the processor from the thread that they
-    # wait for. The variables are read when torch is loaded.
+    # Waiting threads of GNU OpenMP spin. If other programs run, the spinning threads take the processor from the thread
+    # that they wait for. The variables are read when torch is loaded.
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     missing = [name for name in LIBRARIES if find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""`trunkattn analyze`: a log in, and out what sharing is worth."""
+"""`trunkattn analyze`: reads a log and says what sharing is worth."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def run_analyze(options: AnalyzeOptions) -> None:
 
 @contextmanager
 def _reported_as_log() -> Iterator[None]:
-    """Reports what is wrong in a log as it is, because its fields may have the names of options."""
+    """Reports an error in a log unchanged, because its fields may have the same names as options."""
     try:
         yield
     except ValueError as error:
@@ -68,7 +68,8 @@ def _reported_as_log() -> Iterator[None]:
 
 
 def check_options(options: AnalyzeOptions) -> None:
-    """Raises ValueError for what can be wrong: first what takes no package to see, then what takes NumPy."""
+    """Raises ValueError for bad options: first those that can be checked without any package, then those that need
+    NumPy."""
     wanted = options.settings()
     shape, card = model_shape(options.model), card_named(options.card)
     check_cards(shape, options.tensor_parallel)
@@ -90,7 +91,7 @@ def check_options(options: AnalyzeOptions) -> None:
 
 
 def check_outputs(options: AnalyzeOptions, inputs: Mapping[Path, str]) -> None:
-    """Raises ValueError unless what is written can be, and over nothing that is read. inputs: what names each file."""
+    """Raises ValueError unless all outputs can be written and none overwrites an input. inputs: file -> its option."""
     check_writable("json_file", options.json_file, inputs)
     others = inputs if options.json_file is None else {**inputs, options.json_file: "--json"}
     check_writable("html_file", options.html_file, others)

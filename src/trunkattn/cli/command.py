@@ -87,8 +87,8 @@ def reported_by_option(options: type[Any]) -> Iterator[None]:
 
 
 def _by_option(message: str, names: Mapping[str, str]) -> str:
-    """A message of the library in which fields have their names on the command line. What stays: a name of one word,
-    which may be a word of the message, and what is in double quotes, such as a field of a file."""
+    """A message of the library with the command line's names for fields. Names of one word stay, because they may be
+    plain words of the message, and so does text in double quotes, such as a field of a file."""
     return re.sub(r'(?<![\w"-])[a-z]+(?:_[a-z]+)+\b', lambda found: names.get(found[0], found[0]), message)
 
 

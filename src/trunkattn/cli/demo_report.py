@@ -26,7 +26,7 @@ from trunkattn.engine import LLM, RequestOutput
 from trunkattn.kv_cache.manager import SlotUsage
 from trunkattn.names import install_command
 
-_BUSY_CORES: Final = 0.2  # other programs take less on a machine that is called idle
+_BUSY_CORES: Final = 0.2  # a machine counts as idle if other programs keep fewer cores than this busy
 
 
 class Widest:
@@ -150,7 +150,7 @@ def print_result(result: DemoResult, console: Console) -> None:
 
 
 def busy_words(other_cores: float | None, num_cores: int) -> str:
-    """What a machine that was not idle means for the figures; empty: it was idle, or nobody knows."""
+    """A warning about the figures if the machine was not idle; empty if it was, or if that is unknown."""
     if other_cores is None or other_cores < _BUSY_CORES:
         return ""
     return (

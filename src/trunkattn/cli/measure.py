@@ -1,4 +1,4 @@
-"""Runs a batch on an engine step by step and measures speed, latency, KV read and KV held."""
+"""Runs a batch on an engine step by step and measures its speed, its latency, and the KV that it reads and holds."""
 
 import time
 from collections.abc import Callable, Sequence

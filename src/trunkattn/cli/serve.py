@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 _KEY_VARIABLE: Final = "TRUNKATTN_API_KEY"
-# How long another thread may hold Python's lock while the engine waits for it. The engine lets it go in every operation
-# of torch, so that with Python's own value one busy thread makes a step many times as long.
+# How long another thread may hold Python's lock while the engine waits for it. The engine releases the lock in every
+# operation of torch, so with Python's default one busy thread makes a step many times as long.
 _SWITCH_SECONDS: Final = 0.0005
 
 
@@ -81,7 +81,7 @@ def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
         use_threads(options.threads)
         llm = LLM(options.model, **vars(config))
         llm.warm_up()
-    # Python looks for garbage with every thread stopped. What is loaded by now stays, so it is not looked at again.
+    # Garbage collection stops every thread. Objects that are loaded by now stay alive, so they need no second look.
     gc.collect()
     gc.freeze()
     _LOG.info("%s runs on %s.", options.model.name, place(llm))

@@ -1,4 +1,4 @@
-"""What commands read and write: files, folders, pipes and the standard streams."""
+"""Reads and writes the files, folders, pipes and standard streams that commands name."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ STANDARD_STREAM: Final = Path("-")
 
 @contextmanager
 def as_file(path: Path) -> Iterator[Path]:
-    """A file or folder as it is. What comes through a pipe or standard input ("-") is read to its end first, into a
-    file that ends with the context, because a log is looked at more than once.
+    """The path of a file or folder. Data from a pipe or standard input ("-") is first copied to a temporary file, which
+    lives as long as the context, because a log is read more than once.
 
     Raises:
         ValueError: the disk is full.

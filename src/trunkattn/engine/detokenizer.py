@@ -50,7 +50,7 @@ class Detokenizer:
         kept_special_token_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden: frozenset[int] = frozenset()  # what is taken out before decoding
+        self._hidden: frozenset[int] = frozenset()  # special tokens that are removed before decoding
         if kept_special_token_ids and skip_special_tokens:
             self._hidden = special_ids(tokenizer).difference(kept_special_token_ids)
             skip_special_tokens = False

@@ -14,8 +14,8 @@ Entry = TypeVar("Entry", bound=dict[int, Logprob] | None)
 class FlatLogprobs(Sequence[Entry], Generic[Entry]):
     """One entry per token, token id -> Logprob of the token and of the most likely ones; None if nothing is before it.
 
-    Python looks for garbage among all mappings and objects that there are, with every thread stopped. Those of a few
-    long prompts would be a million. Here they are three arrays, and entries last as long as somebody reads them.
+    Python's garbage collector stops every thread and visits every mapping and object. A few long prompts would have a
+    million of these. Here they are three arrays, and an entry lives only as long as a reader uses it.
 
     Args:
         token_bytes: what tokens write.

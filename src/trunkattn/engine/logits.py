@@ -1,4 +1,4 @@
-"""What a request's parameters do to its logits before the temperature, in vLLM's order, batched over the rows.
+"""Applies a request's parameters to its logits before the temperature, in vLLM's order, batched over the rows.
 
 A sequence whose parameters change logits has a `LogitsState`. It reads the sequence's own list of tokens, so that a
 preemption, which keeps the tokens, changes nothing.

@@ -1,4 +1,4 @@
-"""Work of a step: its tokens, and the attention of each to the tokens before it, in one integer unit. No torch here."""
+"""The work of a step: its tokens, and their attention to earlier tokens, in one integer unit. No torch here."""
 
 from math import isqrt
 from typing import NamedTuple
@@ -9,8 +9,8 @@ PROMPT_SHARE = 4  # prompts get at least 1/4 of a step's work, however much the 
 class StepWork(NamedTuple):
     """Prices of what a step computes.
 
-    A token of a long sequence takes many times as long as one at its beginning, because it attends to every token
-    before it. With a budget of tokens alone, steps would last the longer the longer the prompts are.
+    A token late in a long sequence takes many times as long as an early one, because it attends to every token before
+    it. If the budget only counted tokens, steps would take longer for longer prompts.
 
     Attributes:
         token: price of a token in everything but attention.

@@ -1,4 +1,4 @@
-"""Which request makes a step fail: those of a failed step are computed in ever smaller groups, apart from others."""
+"""Finds the request that makes a step fail: the requests of a failed step are computed again in ever smaller groups."""
 
 from collections import deque
 from collections.abc import Container, Iterable

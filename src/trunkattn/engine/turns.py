@@ -7,8 +7,8 @@ from typing import Any
 class Turns:
     """A lock that a thread cannot take twice in a row while another one waits.
 
-    A plain lock may go to the same thread again and again, and a stream of another thread would stand still. Here
-    whoever waits holds the place at the head of the queue, so the thread that has just had its turn comes after it.
+    A plain lock may go to the same thread again and again, while a stream of another thread makes no progress. Here a
+    waiting thread holds the head of the queue, so the thread that has just had its turn comes after it.
 
     Python may run any code within a turn, such as a logits processor, or a generator that is closed as garbage. A
     second turn of the same thread would wait for the first one for ever, so it is refused.

@@ -50,7 +50,7 @@ class PrefixIndex:
     descendant is only forgotten; its request keeps it.
 
     **Salts.** Prefixes with different salts never share a page, whatever their tokens: a salt belongs to the first
-    page's content. So nobody can find out by time which prefixes another salt's requests have cached.
+    page's content. So nobody can find out from response times which prefixes another salt's requests have cached.
 
     Args:
         page_size: tokens per page.

@@ -23,8 +23,8 @@ def no_rest() -> None:
 class Pace:
     """Rests of a thread.
 
-    The engine gives Python's lock away in each of the hundreds of operations of a step. While another thread computes
-    in Python, it waits for the lock each time, and a step takes as much longer as that thread computes meanwhile.
+    The engine releases Python's lock in each of the hundreds of operations of a step. If another thread computes in
+    Python, the engine waits for the lock each time, and the step takes longer by the time that the other computes.
 
     Args:
         clock: processor seconds of the thread.

@@ -1,5 +1,5 @@
-"""The live page's data: what the last minutes read, and the prefix forest now. The forest is made only
-while somebody looks."""
+"""The live page's data: samples of the last minutes, and the current prefix forest. The forest is made only while the
+page is open."""
 
 import asyncio
 import contextlib
@@ -91,7 +91,7 @@ class Live:
 
     @property
     def has_readers(self) -> bool:
-        """Whether somebody looks."""
+        """Whether any page is open."""
         return bool(self._readers)
 
     def bind(self, loop: EngineLoop) -> None:
@@ -123,7 +123,7 @@ class Live:
             del self._readers[queue]
 
     def _ask(self, queue: asyncio.Queue[_Shot | None], tenant: str | None) -> None:
-        """Gets a reader its first picture at once: the newest one, or one that is made for all who ask meanwhile."""
+        """Gets a new reader its first picture at once: the newest one, or one that is made for all readers who wait."""
         assert self._loop is not None
         if tenant in self._newest and time.monotonic() - self._shown_s < _FRESH_SECONDS:
             queue.put_nowait(self._newest[tenant])

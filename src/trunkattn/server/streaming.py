@@ -1,4 +1,4 @@
-"""Server-sent events, and how much of an answer they have told."""
+"""Server-sent events, and how much of an answer they have already sent."""
 
 import json
 from codecs import getincrementaldecoder

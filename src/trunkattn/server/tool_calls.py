@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: what of it is for the reader, and which functions it calls.
+"""Finds tool calls in a model's text: the functions that it calls, and the text that is left for the reader.
 
 Models write calls as they were trained to. `hermes`: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, of
 Hermes, Qwen and many others. `llama3_json`: the whole answer is one JSON object with `name` and `parameters`.

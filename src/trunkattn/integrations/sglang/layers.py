@@ -1,4 +1,4 @@
-"""The attention layers of a model: what their attention is, where their keys and values lie, what is not supported."""
+"""The attention layers of a model: their attention, the place of their keys and values, and what is not supported."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -115,7 +115,7 @@ def pool_refusals(pool: Any, page_size: int) -> list[str]:
 
 
 def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[str]:
-    """What of a model, its options or its KV cache is not supported; empty if all is.
+    """The unsupported properties of a model, its options or its KV cache; empty if all are supported.
 
     Args:
         runner: SGLang's model runner.

@@ -1,4 +1,4 @@
-"""Decodes that a full CUDA graph of vLLM computes: what builders tell vLLM of it, and what plans are made from."""
+"""Decodes in vLLM's full CUDA graphs: what builders answer when vLLM asks about them, and the rows that are planned."""
 
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,5 +1,5 @@
-"""vLLM's own FlashAttention kernel, for the prompts of a step on a GPU. There each row reads its own KV. Prompts are
-bound by arithmetic, so sharing would save little."""
+"""vLLM's own FlashAttention kernel, for the prompts of a step on a GPU. Each row reads its own KV. Arithmetic bounds
+prompts, so sharing would save little."""
 
 from dataclasses import dataclass
 from typing import Any, Final
