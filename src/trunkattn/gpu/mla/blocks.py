@@ -6,7 +6,7 @@ columns, has a full barrier of its own, and is released when its last reader is 
 while other parts of this one are still in use.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,6 @@ from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_POSITION, SEGME
 
 LATENT_DIM, ROPE_DIM, BLOCK_ROWS = gl.constexpr(512), gl.constexpr(64), gl.constexpr(64)
 HALF_DIM = gl.constexpr(256)
-NUM_BUFFERS: Final = 2
 PART_COLUMNS = gl.constexpr(64)  # of a TMA box: as wide as a swizzled row
 HALF_PARTS = gl.constexpr(4)
 # The first empty barrier: of the left half of buffer 0. Then come those of its right half, of its rope columns, and of
