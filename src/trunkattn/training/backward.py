@@ -47,8 +47,8 @@ class PrepareTensors(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """What the kernels need of each query of a block. delta: row sums of dout · out, less dlse, since a gradient of lse
-    adds p · dlse to ds. shift: lse in base 2, and +inf for a query that sees nothing, so that its p is 0."""
+    """Two numbers for each query of a block. delta: row sums of dout · out minus dlse, because a gradient of lse adds p
+    · dlse to ds. shift: lse in base 2, or +inf for a query that sees nothing, so that its p is 0."""
 
     delta: Any
     shift: Any
@@ -56,8 +56,8 @@ class RowValues(NamedTuple):
 
 @triton.jit
 def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`RowValues` of a block of queries from `first` on, of a sequence of `length`; 0 and +inf behind its end. at,
-    row_at: where a head of the sequence begins in out and dout, and in lse and dlse."""
+    """`RowValues` of a block of queries from `first` on, in a sequence of `length` tokens; 0 and +inf after its end.
+    at, row_at: offsets of a head of the sequence in out and dout, and in lse and dlse."""
     out = load_tile(tensors.out + at, first, token_stride, length, BLOCK, WIDTH, True)
     dout = load_tile(tensors.dout + at, first, token_stride, length, BLOCK, WIDTH, True)
     if tensors.out.dtype.element_ty == tl.float32:  # summed as dout vᵀ is: for a query of one key both then cancel
@@ -93,8 +93,8 @@ def prepare_kernel(
 
 
 class _Bound(NamedTuple):
-    """Launches that do not depend on the addresses of their tensors, and their batches without tables. None: there is
-    nothing to compute."""
+    """Bound launches, which do not depend on the addresses of tensors, and their batches without tables. A launch is
+    None if there is nothing to compute."""
 
     prepare: BoundLaunch | None
     keys: BoundLaunch | None

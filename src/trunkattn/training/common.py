@@ -1,4 +1,4 @@
-"""What the training kernels share: arguments by name, tiles in memory, which keys are seen, the queries of a CTA."""
+"""Parts that the training kernels share: named arguments, tiles in memory, visible keys, and the queries of a CTA."""
 
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ class Strides(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The sequences. cu_seqlens_q and cu_seqlens_k are None if they are not packed; the tables of a tree (see
-    `TreeTables`) are None without one. window: of `sliding_window`, or `UNLIMITED`. seqlen_q, seqlen_k: tokens of the
-    tensors. num_blocks: of each head; a CTA computes one."""
+    """The sequences of a launch. cu_seqlens_q and cu_seqlens_k are None unless sequences are packed. The tables of a
+    tree (see `TreeTables`) are None without one. window: `sliding_window`, or `UNLIMITED`. seqlen_q, seqlen_k: tokens
+    of the tensors. num_blocks: blocks of each head; a CTA computes one block."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -63,8 +63,8 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constants that turn code on. even_q, even_k: every block of queries, of keys, is full. one_pass: the kernel of
-    keys also adds to dq."""
+    """Constants that turn code on. even_q, even_k: every block of queries, or of keys, is full. one_pass: the kernel
+    for the gradients of keys also adds to dq."""
 
     causal: bool
     packed: bool
@@ -86,7 +86,8 @@ class Scales(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of one head of a sequence: where they begin, the stride of a token, and the number of tokens."""
+    """Keys and values of one head of a sequence: pointers to the first, strides of a token, and the number of
+    tokens."""
 
     k: Any
     v: Any
@@ -96,8 +97,8 @@ class Keys(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries of one head: `first` of its sequence, which begins at token `begin` of the tensors and has
-    `length` tokens. q: where the queries of the sequence begin."""
+    """A block of queries of one head. first: its first query, counted in its sequence. The sequence begins at token
+    `begin` of the tensors and has `length` tokens. q: pointer to the sequence's first query."""
 
     q: Any
     first: Any
@@ -108,15 +109,15 @@ class QueryBlock(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What decides which keys each query of a block sees, [M]. position: its place among the keys. depth: the number
-    of keys before it, which differs from its place in a tree; known with a window only."""
+    """The numbers [M] that decide which keys each query of a block sees. position: its place among the keys. depth: the
+    number of keys before it on its path, which in a tree differs from its place; set only if there is a window."""
 
     position: Any
     depth: Any
 
 
 class Depths(NamedTuple):
-    """The least and the largest depth of a block of queries in a tree; known with a window only."""
+    """The least and the largest depth of a block of queries in a tree; set only if there is a window."""
 
     least: Any
     largest: Any
@@ -133,8 +134,8 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def find_sequence(block, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
-    """The packed sequence of a block, and the block's number in it. Sequence i has the blocks from
-    cu_seqlens[i] // BLOCK + i on: as many as it needs, at times one more."""
+    """(sequence, number of the block in it) of a block of packed sequences. The blocks of sequence i begin at number
+    cu_seqlens[i] // BLOCK + i: as many as it needs, and sometimes one more."""
     low, high = 0, num_sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -146,7 +147,7 @@ def find_sequence(block, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def span(cu_seqlens, sequence, tokens):
-    """First token and length of a packed sequence; never outside the tensor, whatever cu_seqlens holds."""
+    """(first token, length) of a packed sequence, clamped to the tensor for any values of cu_seqlens."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1), begin), tokens)
     return begin.to(tl.int64), end - begin
@@ -154,7 +155,7 @@ def span(cu_seqlens, sequence, tokens):
 
 @triton.jit
 def load_tile(base, first, stride, end, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """Rows [first, first + BLOCK) of a head, 0 from row `end` on. It masks only what needs a mask."""
+    """Loads rows [first, first + BLOCK) of a head, 0 from row `end` on. It masks only if necessary."""
     rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH.padded)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
     if MASK_ROWS:
@@ -167,7 +168,7 @@ def load_tile(base, first, stride, end, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def store_tile(base, first, stride, end, tile, WIDTH: tl.constexpr):
-    """Rows [first, end) of a tile that begins at row `first`."""
+    """Stores rows [first, end) of a tile that begins at row `first`."""
     rows, columns = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, WIDTH.padded)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=(first + rows < end) & (columns < WIDTH.dim))
@@ -175,7 +176,7 @@ def store_tile(base, first, stride, end, tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def sees(batch, n, length, position, depth, VARIANT: tl.constexpr):
-    """Whether queries see keys, of numbers n in a sequence of `length`; n beside position and depth of `Rows`."""
+    """Whether queries see keys n of a sequence of `length`. position, depth: see `Rows`; they broadcast with n."""
     seen = n < length
     if VARIANT.causal:
         seen = seen & (n <= position)
@@ -260,7 +261,7 @@ def masked_blocks(ranges, TILE: tl.constexpr):
 
 @triton.jit
 def masked_block(ranges, number, TILE: tl.constexpr):
-    """The first key of such a block."""
+    """The first key of the masked block with this number."""
     at = ranges.begin + number * TILE.block_n
     return tl.where(at < ranges.full_begin, at, at - ranges.full_begin + ranges.full_end)
 
@@ -275,11 +276,11 @@ def own_segment(batch, first, length, TILE: tl.constexpr):
 
 @triton.jit
 def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VARIANT: tl.constexpr):
-    """`Ranges` of the keys of one segment above a block of queries, and the segment above it; of none again the last.
-    depths: of the block, as `depths_of` has them.
+    """(`Ranges` of the keys of one segment above a block of queries, the segment's parent). depths: of the block, see
+    `depths_of`.
 
-    Keys from `top` on are done. All that the block sees besides itself are ancestors of its first query, since they
-    come before it in pre-order and their subtrees end behind it.
+    Keys from `top` on are done. All keys that the block sees outside of itself are ancestors of its first query,
+    because they come before it in pre-order and their subtrees end after it.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     segment = tl.maximum(segment, 0)
@@ -303,8 +304,9 @@ def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VA
 def find_queries(
     q, k, v, batch: Batch, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """The queries of a CTA (batch, head, block), block fastest, so that CTAs that run at the same time share keys in
-    the L2 cache; and their keys. Causal blocks go from the last, which sees most."""
+    """The queries of a CTA, and their keys. CTAs are (batch, head, block) with the block as the fastest index, so that
+    CTAs that run at the same time share keys in the L2 cache. Causal blocks begin with the last, which sees most
+    keys."""
     block, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
     head, row = (other % batch.num_qo_heads).to(tl.int64), (other // batch.num_qo_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k

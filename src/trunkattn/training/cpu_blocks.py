@@ -22,9 +22,9 @@ def sums_dtype(q: torch.Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CpuSequence:
-    """One sequence, or one tree, KV head first: q [num_kv_heads, rows, head_dim], where a row is a query token of one
-    head of the group, tokens in order; k, v [num_kv_heads, tokens, head_dim]. Tiles of which nothing is seen are left
-    out."""
+    """One sequence, or one tree, with the KV head as the first axis. q [num_kv_heads, rows, head_dim]: a row is a query
+    token of one head of the group, in the order of the tokens. k, v [num_kv_heads, tokens, head_dim]. Tiles in which no
+    row sees a key are skipped."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -39,7 +39,7 @@ class CpuSequence:
         return per_head.transpose(0, 1).reshape(num_kv_heads, tokens * heads // num_kv_heads, width)
 
     def by_token(self, tensor: torch.Tensor, heads: int | None = None) -> torch.Tensor:
-        """The way back. heads: None for those of q."""
+        """The inverse of `by_head`. heads: number of heads; None for that of q."""
         num_kv_heads, rows, width = tensor.shape
         group = self.group if heads is None else heads // num_kv_heads
         return (
@@ -49,7 +49,8 @@ class CpuSequence:
         )
 
     def tiles(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Rows and keys of every tile of which something is seen, and its logits, -inf where nothing is."""
+        """(rows, keys, logits) of every tile in which some row sees a key. Logits are -inf where a row does not see the
+        key."""
         num_rows, tree = self.q.shape[1], self.given.tree
         offset = self.k.shape[1] - num_rows // self.group
         for first in range(0, num_rows, _CPU_BLOCK * self.group):
@@ -65,7 +66,7 @@ class CpuSequence:
                 yield rows, keys, logits
 
     def _key_blocks(self, position: torch.Tensor, depth: torch.Tensor) -> Iterator[slice]:
-        """Blocks of keys that a block of rows may see."""
+        """The blocks of keys of which a block of rows may see a part."""
         given, window, size = self.given, self.given.sliding_window, _CPU_BLOCK
         begin, end, first, last = 0, self.k.shape[1], int(position[0]), int(position[-1])
         if given.causal:

@@ -1,5 +1,4 @@
-"""The forward pass of sequences of one length by the cuDNN that PyTorch brings, for a backward pass of our own: the one
-returns the sums of exponentials that the other begins with."""
+"""The forward pass of sequences of one length by PyTorch's cuDNN, whose lse our own backward pass begins with."""
 
 import torch
 
@@ -8,7 +7,7 @@ from trunkattn.training.sequences import Sequences
 
 
 def reads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether this PyTorch takes the tensors [batch, seqlen, heads, head_dim] there, see `torch_cudnn.reads`."""
+    """Whether this PyTorch's cuDNN takes the tensors [batch, seqlen, heads, head_dim]; see `torch_cudnn.reads`."""
     return torch_cudnn.reads(q, k, v, q.shape[1] == k.shape[1])
 
 

@@ -1,15 +1,15 @@
 """Attention in training and its gradients as two custom ops of torch, so that autograd and `torch.compile` take them.
 
-On a GPU the kernels of the table compute, on a CPU blocks of PyTorch do. Ops take tensors and numbers only. They have
-no list of tensors, because torch.autograd.grad takes batches of gradients (`is_grads_batched`) through an op without
-one only, and PyTorch takes longer to call one that has:
+On a GPU the kernels of the table compute; on a CPU blocks of PyTorch do. Ops take only tensors and numbers. They take
+no list of tensors, because then torch.autograd.grad could not pass batches of gradients (`is_grads_batched`) through
+them, and PyTorch would take longer to call them. So these arguments stand for lists and records:
 
     table_0 to table_3: `tables_of`.
     switches: causal, sliding_window (`UNLIMITED` for none) and deterministic, which is for the backward pass.
     soft_cap: 0 for none.
 
-`torch.library.custom_op` looks at the schema and at all results again at each call, which takes longer than a small
-attention. So these ops are defined with less: `impl` for each device, and autograd by a function of our own.
+`torch.library.custom_op` inspects the schema and all results at each call, which takes longer than a small attention.
+So these ops are defined by `impl` for each device, with an autograd function of our own.
 """
 
 import math
@@ -34,13 +34,13 @@ Tables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, to
 def tables_of(
     cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, tree: TreeTables | None = None
 ) -> Tables:
-    """Tables of the ops: cu_seqlens of queries and of keys and twice None of packed sequences, those of a tree, or four
-    times None of a batch."""
+    """The four tables of the ops: cu_seqlens of queries and of keys and two None for packed sequences, the tables of a
+    tree, or four None for a batch."""
     return (cu_seqlens_q, cu_seqlens_k, None, None) if tree is None else tree
 
 
 def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
-    """The last arguments of an op by their names."""
+    """The Sequences that the last arguments of an op describe."""
     *tables, switches, sm_scale, soft_cap = options
     causal, window, _ = switches
     given = [table for table in tables if table is not None]

@@ -29,8 +29,8 @@ class Operands(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """What changes logits and outputs. logit_scale, v_scale: by KV head; sinks: by query head. A query sees the last
-    `window` tokens up to itself."""
+    """Scales and options that change logits and outputs. logit_scale, v_scale: one for each KV head; sinks: one for
+    each query head. A query sees the last `window` tokens up to itself."""
 
     logit_scale: Any
     v_scale: Any

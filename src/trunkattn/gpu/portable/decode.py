@@ -61,8 +61,8 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys; a subtile has blocks of private_n keys of its own.
-    segment_size: tokens of a whole segment. stages: blocks in flight."""
+    """Constants of a tile of block_m rows and block_n keys. private_n: keys of a subtile's block. segment_size: tokens
+    of a full segment. stages: blocks in flight."""
 
     block_m: int
     block_n: int
@@ -73,8 +73,8 @@ class DecodeTile(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """Constants: a launch computes the items of bucket `first`, and of bucket `second` if that is not negative. merge:
-    they merge partials. stride: CTA i begins with task i * stride; see `spread_stride`."""
+    """Constants of a launch, which computes the items of bucket `first`, and of bucket `second` unless that is
+    negative. merge: the items merge partials. stride: CTA i begins with task i * stride; see `spread_stride`."""
 
     first: int
     second: int
@@ -83,8 +83,8 @@ class Buckets(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An item reads segments [segment_start, segment_end) for queries [query_start, query_end) of the work list; all of
-    these see all of the segments before shared_end, which are whole."""
+    """An item reads segments [segment_start, segment_end) for queries [query_start, query_end) of the work list. The
+    segments before shared_end are full, and all queries of the item see them."""
 
     segment_start: Any
     shared_end: Any
@@ -94,8 +94,8 @@ class Item(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The query rows of a tile [..., M, D], and how logits are made of them. number, position [..., M]: of each row's
-    query, in the item and in its sequence."""
+    """The query rows of a tile [..., M, D], and how their logits are made. number, position [..., M]: for each row, its
+    query's place in the item and in the sequence."""
 
     tile: Any
     number: Any
@@ -106,7 +106,8 @@ class Query(NamedTuple):
 
 
 class KeyPlaces(NamedTuple):
-    """Places of the keys [..., N] of a block: the segment of the block that holds each, and its place in there."""
+    """Places of the keys [..., N] of a block: for each key, the segment of the block that holds it, and its place in
+    that segment."""
 
     segment: Any
     offset: Any
@@ -114,7 +115,7 @@ class KeyPlaces(NamedTuple):
 
 @triton.jit
 def load_item(row):
-    """The item at a row of the items."""
+    """Loads an item. row: pointer to its row."""
     return Item(
         segment_start=tl.load(row + _SEGMENT_START),
         shared_end=tl.load(row + _SHARED_END),
@@ -126,7 +127,7 @@ def load_item(row):
 
 @triton.jit
 def _load_listed(segments, number, end, COLUMN: tl.constexpr):
-    """A column of the segment list, 0 from `end` on."""
+    """Loads a column of the segment list; 0 from segment `end` on."""
     return load_in_halves(segments + number * _SEGMENT_COLUMNS + COLUMN, number < end)
 
 

@@ -18,9 +18,9 @@ from trunkattn.gpu.portable.online_softmax import LN_2, NEG_INF, Softmax, add_pa
 from trunkattn.gpu.tiles import MergeTile
 from trunkattn.numerics import padded_head_dim
 
-# Partials that a task of one head adds at once: a block of _FEW if there are no more, blocks of _MANY where there are
-# dozens. A task of several heads adds _OF_SEVERAL of each. One of a slice of a head has fewer dims, and blocks of half
-# the size: with whole ones the kernel would take more registers, where nothing is cut, too.
+# Partials that a task adds at once. A task of one head adds a block of _FEW if that is enough, otherwise blocks of
+# _MANY. A task of several heads adds _OF_SEVERAL of each. A task of a slice of a head uses blocks of half the size:
+# full blocks would cost the kernel more registers, even where nothing is sliced.
 _FEW = tl.constexpr(8)
 _MANY = tl.constexpr(32)
 _OF_SEVERAL = tl.constexpr(2)
@@ -36,8 +36,8 @@ class MergeOperands(NamedTuple):
 
 
 class MergeWork(NamedTuple):
-    """Query tokens, and for each the partial slots [first, last) that hold its partials in the order of their tokens.
-    counts[COUNT_AT] says how many there are."""
+    """The query tokens to merge, and for each the partial slots [first, last), in the order of their tokens.
+    counts[COUNT_AT] is the number of query tokens."""
 
     queries: Any
     ranges: Any

@@ -51,8 +51,8 @@ class PrefillWork(NamedTuple):
 
 
 class PrefillTileShape(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys. segment_size: tokens for which one page is looked up.
-    stages: blocks in flight."""
+    """Constants of a tile of block_m rows and block_n keys. segment_size: tokens for which one page id is read. stages:
+    blocks in flight."""
 
     block_m: int
     block_n: int
@@ -78,8 +78,8 @@ class PageRow(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """An item's blocks of keys, from token `start` on: `leading` ones that a window masks, then `full` ones that all
-    rows see, then masked ones up to `count`."""
+    """An item's blocks of keys, from token `start` on: first `leading` blocks that a window masks, then `full` blocks
+    that all rows see, then masked blocks; `count` blocks in all."""
 
     start: Any
     leading: Any
@@ -89,7 +89,7 @@ class KeyBlocks(NamedTuple):
 
 @triton.jit
 def load_item(row):
-    """The item at a row of the items."""
+    """Loads an item. row: pointer to its row."""
     return ChunkItem(
         kv_row=tl.load(row + _KV_ROW),
         kv_start=tl.load(row + _KV_START),
@@ -124,7 +124,7 @@ def offset_in_page(first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def key_blocks(item, position, used, window, TILE: tl.constexpr):
-    """Which blocks need a mask, from the positions of the rows."""
+    """Finds which blocks need a mask, from the positions of the rows."""
     BLOCK_N: tl.constexpr = TILE.block_n
     start = item.kv_start // TILE.segment_size * TILE.segment_size
     lowest, highest = tl.min(tl.where(used, position, item.kv_end), 0), tl.max(position, 0)

@@ -12,14 +12,14 @@ from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
 from trunkattn.numerics import padded_head_dim
 
 MODULE: Final = "trunkattn.gpu.portable"
-WIDE: Final = 128  # a wider head has tiles of its own
+WIDE: Final = 128  # wider heads have separate tiles
 READS_NO_LATENT: Final = "a latent cache: expected keys and values apart"
 
 _MAX_HEAD_DIM: Final = 256
 _MAX_GROUP_SIZE: Final = 64  # rows of the tallest tile, for head_dim up to WIDE and elements of up to 16 bits
 _MAX_GROUP_SIZE_OF_LARGE_TILES: Final = 32
 
-# Two tiles are nearly as good as any number of them. `benchmarks/kernels/calibrate.py` fits the times of all tiles.
+# More than two tiles would gain next to nothing. `benchmarks/kernels/calibrate.py` fits the times of all tiles.
 _LOW: Final = GpuTile(16, 64, warps=2, stages=2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 _TALL: Final = GpuTile(
     64, 64, warps=4, stages=3, ctas_per_sm=2, block_ns=(2090, 1940), chain_ns=(490, 2550), subtiles=4
@@ -49,7 +49,8 @@ DECODE_TILES_WIDE: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
     _WIDE,
 )
-# Tensor cores do not multiply float32, and its tiles need more warps not to spill. The times are those of other types.
+# Tensor cores do not multiply float32, and its tiles need more warps so that they do not spill. The times are not
+# measured but those of 16-bit tiles.
 DECODE_TILES_FP32: Final = (
     replace(_LOW, warps=4, ctas_per_sm=2),
     replace(_WIDE, warps=8),
@@ -65,8 +66,8 @@ _FP32_UNTIMED: Final = (
 )
 
 
-# For all rows of a batch-invariant plan: low enough for requests that share nothing, and tall enough for those that
-# share. Its times choose nothing.
+# The tile for all rows of a batch-invariant plan: low enough for requests that share nothing, and tall enough for those
+# that share. Its times are never compared with others.
 INVARIANT_TILE: Final = GpuTile(32, 64, warps=2, stages=2, ctas_per_sm=4, block_ns=(2130, 3470), chain_ns=(2150, 2160))
 
 
@@ -84,16 +85,16 @@ PREFILL_TILE_SMALL: Final = PrefillTile(64, 32, 8, 2, ctas_per_sm=1)
 # An sm_80 keeps the queries in registers too and would spill with 64 keys.
 _PREFILL_TILE_UNTIMED: Final = replace(PREFILL_TILE, block_n=32)
 
-_NARROW: Final = 128  # a warp merges a head of up to this width
-_SEVERAL: Final = 512  # width of the heads of one task of the merge, together
-_SEVERAL_LATENT: Final = 2048  # the same where one head is at least as wide as _SEVERAL
-_SLICES: Final = 4  # of a head of up to that width; more than 2 of a wider one would take more registers
-_NARROWEST: Final = 16  # dims of a slice: a whole sector of memory is 8
-_SLICED: Final = 256  # heads that are cut into slices, at most: of more, one task each occupies the card
+_NARROW: Final = 128  # one warp merges a head of up to this width
+_SEVERAL: Final = 512  # total width of the heads of a merge task
+_SEVERAL_LATENT: Final = 2048  # the same if one head is at least as wide as _SEVERAL
+_SLICES: Final = 4  # slices of a head of up to _NARROW; more than 2 of a wider one would take more registers
+_NARROWEST: Final = 16  # the fewest dims of a slice; a sector of memory holds 8
+_SLICED: Final = 256  # the most heads that are sliced: with more, one task per head occupies the card
 
 
 def refuses(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the kernels for decodes and for prompt chunks do not compute an attention on a card; empty: they do."""
+    """Why the kernels for decodes and for prompt chunks do not compute an attention on a card; empty if they do."""
     if config.latent_dim is not None:
         return [READS_NO_LATENT]
     reasons = card.why_too_old

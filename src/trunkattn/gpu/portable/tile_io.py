@@ -1,4 +1,4 @@
-"""What the portable attention kernels read and write alike: query rows, blocks of keys and values, and results."""
+"""Loads and stores that the portable attention kernels share: query rows, blocks of keys and values, and results."""
 
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ class HeadCache(NamedTuple):
 
 @triton.jit
 def load_in_halves(pointer, mask):
-    """int32 numbers, 0 where masked. Triton would stage a load of 32 bits in shared memory, as it does keys, and wait
-    for it; halves stay in registers."""
+    """Loads int32 numbers, 0 where masked, as two halves. Triton would stage a load of 32 bits in shared memory, as it
+    does keys, and wait for it. Halves stay in registers."""
     half = pointer.to(tl.pointer_type(tl.uint16))
     low = tl.load(half, mask=mask, other=0).to(tl.int32)
     return low | tl.load(half + 1, mask=mask, other=0).to(tl.int32) << 16
@@ -41,8 +41,7 @@ def load_in_halves(pointer, mask):
 
 @triton.jit
 def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """A tile of queries, keys or values. It masks only what needs a mask, because masked loads take address
-    registers."""
+    """Loads a tile of queries, keys or values. It masks only if it must: masked loads take address registers."""
     pointers = base + rows + columns
     if WIDTH != PADDED:
         return tl.load(pointers, mask=inside & (columns < WIDTH), other=0.0)
@@ -54,7 +53,7 @@ def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def load_queries(operands, strides, rows, SHAPE: tl.constexpr):
-    """The query rows, 0 where not used, in the dtype in which they meet the cache's keys."""
+    """Loads the query rows, 0 where not used, in the dtype of the matrix product with the keys."""
     at = (rows.token.to(tl.int64) * strides.q_token + rows.head * strides.q_head)[:, None]
     d = tl.arange(0, SHAPE.padded_dim)[None, :]
     tile = load_tile(operands.q, at, d, rows.used[:, None], SHAPE.head_dim, SHAPE.padded_dim, True)
@@ -65,7 +64,8 @@ def load_queries(operands, strides, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_block(cache, page, offset, q_tile, SHAPE: tl.constexpr):
-    """A block's keys [D, N] and values [N, Dv], in the dtype of the queries. page, offset [N]: of each key."""
+    """Loads a block's keys [D, N] and values [N, Dv] in the dtype of the queries. page, offset [N]: place of each
+    key."""
     d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
     k_at, v_at = page * cache.k_page + offset * cache.k_token, page * cache.v_page + offset * cache.v_token
     keys = load_tile(cache.k, k_at[None, :], d[:, None], True, SHAPE.head_dim, SHAPE.padded_dim, False)

@@ -75,8 +75,8 @@ class TiledStep:
         self, numbers: list[int], chunks: ChunkTimes, costs: OverlapCosts, leftover: TileStage
     ) -> tuple[int, Overlapped]:
         """(number of the candidate whose step ends first, the result of `choose_overlap` for it). numbers: the
-        candidates
-        to try, each with one low tile without subtiles. leftover: the stage of items that are not co-scheduled."""
+        candidates to try, each with one low tile without subtiles. leftover: the stage of items that are not
+        co-scheduled."""
         priced = self.rule.priced
         source = self.forest, self.entries, self.batch.window
         candidates = priced.stages, priced.uses, np.array(numbers, np.int64)
