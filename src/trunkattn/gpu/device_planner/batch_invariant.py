@@ -107,8 +107,7 @@ def _follows(at, entries, span, num_entries, window):
 
 @triton.jit
 def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
-    """Returns the `_Scan` of a block of entries. run: where the run of entries begins that reaches
-    into the block."""
+    """Returns the `_Scan` of a block of entries. run: the first entry of the run that reaches into the block."""
     sees, follows = _follows(at, entries, span, num_entries, window)
     _, goes_on = _follows(at + 1, entries, span, num_entries, window)
     runs = tl.maximum(tl.associative_scan(tl.where(follows, -1, at), 0, _maximum), run)

@@ -204,8 +204,8 @@ def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def _untimed(config: AttentionConfig, card: Card) -> list[str]:
-    """Returns why an attention is not trusted to a Hopper card that was not timed; empty if it is. Such a
-    card is trusted with heads of 128, groups that fill the rows of an item, no soft cap and no sinks."""
+    """Returns why an attention is not trusted to a Hopper card that was not timed; empty if it is. Such a card is
+    trusted with heads of 128, groups that fill the rows of an item, no soft cap and no sinks."""
     whole = PREFILL_ROWS % config.group_size == 0
     plain = config.head_dim == BOTH_HEAD_DIM and whole and config.logits_soft_cap is None and not config.sinks
     trusted = plain or card.model.runs_hopper_kernels
