@@ -262,7 +262,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         if not isinstance(string, str):
             raise TypeError(f"{name}={value!r}: expected {expected}")
         if not string.strip() if name == "bad_words" else not string:
-            raise ValueError(f"{name}={value!r}: expected strings that are not empty")
+            raise ValueError(f"{name}={string!r}: expected a text that is not empty")
         check_text(name, string)
     if name == "choice" and not strings:
         raise ValueError(f"{name}={value!r}: expected at least one string")

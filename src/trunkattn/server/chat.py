@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from trunkattn.engine.config import shown
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
@@ -144,14 +145,16 @@ class Chat:
     def _forced_calls(self) -> StructuredOutputsParams | None:
         """The grammar of a JSON list of calls, if the request forces one."""
         choice, tools = self._body.tool_choice, self._body.tools or []
+        if choice in ("auto", "required") and not tools:
+            raise BadRequest(f"tool_choice={choice!r}: expected tools together with it", "tool_choice")
         if not self._calls_are_forced:
-            if choice == "auto" and not tools:
-                raise BadRequest("tool_choice='auto': expected tools together with it", "tool_choice")
             return None
         if isinstance(choice, NamedToolChoice):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not tools:
-            raise BadRequest("tool_choice: expected the name of one of the tools, or 'none'", "tool_choice")
+            name = choice.function.name
+            tools = [tool for tool in tools if tool.function.name == name]
+            if not tools:
+                message = f"tool_choice.function.name={shown(name)}: expected the name of one of the tools"
+                raise BadRequest(message, "tool_choice.function.name")
         if self._body.structured_outputs is not None:
             message = "structured_outputs is given with a tool_choice that forces a call: expected one of them"
             raise BadRequest(message, "structured_outputs")

@@ -81,6 +81,10 @@ def _first(error: ValidationError) -> BadRequest:
         context: Any = first.get("ctx", {})
         message = f"{name} has {len(first['input'])} items: expected at most {context.get('max_length')}"
         return BadRequest(message, name)
+    if kind == "too_short":
+        reason = "expected at least one item"
+    if kind == "string_too_short":
+        reason = "expected a text that is not empty"
     return BadRequest(f"{name or 'the body'}={shown(first['input'])}: {reason[:1].lower()}{reason[1:]}", name or None)
 
 

@@ -323,6 +323,12 @@ def _function_type(given: Any) -> Any:
     return given
 
 
+def _choice_type(given: Any) -> Any:
+    if given == "allowed_tools":
+        raise _refuse("allowed_tools", "expected 'auto' or 'required' as tool_choice, and tools that are allowed alone")
+    return given
+
+
 FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
 
 
@@ -384,7 +390,7 @@ class FunctionName(Body):
 class NamedToolChoice(Body):
     """The one tool that the model must call."""
 
-    type: FunctionType
+    type: Annotated[FunctionType, BeforeValidator(_choice_type)]
     function: FunctionName
 
 

@@ -29,6 +29,7 @@ from trunkattn.server.protocol import Message, Reading, Sampling, Tool
 from trunkattn.server.report import request_line
 from trunkattn.server.streaming import Progress
 from trunkattn.server.template_clock import template_clock
+from trunkattn.validate import written
 
 Result = TypeVar("Result")
 
@@ -196,7 +197,10 @@ class Service:
         return params
 
     def check_count(self, num_prompts: int, n: int) -> None:
-        """Raises BadRequest if a request wants too many answers."""
+        """Raises BadRequest if a request wants no answer or too many."""
+        if n < 1:
+            message = f"n={written(n)}: expected an integer from 1 to {self.options.max_answers}"
+            raise BadRequest(message, "n")
         if num_prompts * n > self.options.max_answers:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
