@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
 from trunkattn.cli.command import fields_of
-from trunkattn.cli.generate import print_stream, valid_json
+from trunkattn.cli.generate import print_stream, read_prompts, valid_json
 from trunkattn.cli.options import GenerateOptions
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
@@ -142,7 +143,7 @@ def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
 def test_a_chat_is_the_default_and_standard_input_is_a_prompt(tiny_folder: Path) -> None:
     plain, chat = (
         json.loads(invoke("--model", tiny_folder, "--max-tokens", 2, "--json", *flags, stdin="Hello there").stdout)
-        for flags in (["--no-chat"], [])
+        for flags in (["--no-chat", "--prompt-file", "-"], [])
     )
     assert plain["outputs"][0]["prompt"] == chat["outputs"][0]["prompt"] == "Hello there"
     assert chat["outputs"][0]["prompt_tokens"] > plain["outputs"][0]["prompt_tokens"] + 4
@@ -182,7 +183,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--seed", "-1"], ["--seed", "-1"]),
         (["--logprobs", "-1"], ["--logprobs", "-1"]),
         (["--logprobs", "99999999"], ["--logprobs", "99999999"]),
-        (["--stop", ""], ["--stop", "not empty"]),
+        (["--stop", "a", "--stop", ""], ["--stop: '': expected a text that is not empty"]),
         (["--min-p", "2"], ["--min-p", "2", "a number in [0, 1]"]),
         (["--repetition-penalty", "0"], ["--repetition-penalty", "a finite number above 0"]),
         (["--min-tokens", "500"], ["--min-tokens", "at most --max-tokens=128"]),
@@ -232,11 +233,19 @@ def test_a_bad_model_is_named(arguments: list[str], expected: list[str]) -> None
     check_usage_error(invoke(*arguments, "--prompt", "Hello"), expected)
 
 
-def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_usage_error(invoke("--model", tiny_folder, stdin=""), ["standard input", "expected text"])
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     check_usage_error(invoke("--model", tiny_folder, "--prompt-file", empty), ["empty.txt", "expected text"])
+    check_usage_error(
+        invoke("--model", tiny_folder, "--prompt-file", "-", stdin=""), ["standard input", "expected text"]
+    )
+    monkeypatch.setattr(sys, "stdin", None)
+    for options in (GenerateOptions(tiny_folder), GenerateOptions(tiny_folder, prompt_file=[Path("-")])):
+        with pytest.raises(typer.BadParameter, match="expected"):
+            read_prompts(options)
+    monkeypatch.undo()
     missing = tmp_path / "missing.txt"
     check_usage_error(invoke("--model", tiny_folder, "--prompt-file", missing), ["--prompt-file", "UTF-8"])
 

@@ -1,5 +1,6 @@
 """What commands read and write: standard input, pipes, files that cannot be written, and what is refused at once."""
 
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import typer
 
 from trunkattn.cli import streams
-from trunkattn.cli.streams import as_file, check_writable, write
+from trunkattn.cli.streams import as_file, check_writable, print_json, write
 
 ROW = {"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [1]}
 
@@ -53,6 +54,29 @@ def test_what_is_wrong_is_refused_before_torch_is_loaded(arguments: list[str], t
     assert (done.returncode, done.stdout) == (2, b"False\n"), done.stderr
     assert b"expected" in done.stderr and b"Traceback" not in done.stderr
     assert log.read_text(encoding="utf-8") == json.dumps(ROW)
+
+
+def test_a_full_disk_is_told_in_a_line() -> None:
+    program = "import sys, trunkattn.cli as cli; cli.main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--version"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "is full" in done.stderr
+
+
+def test_a_terminal_without_unicode_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = command("explain", "1,2_16,16")
+    assert done.returncode == 0 and b"\\u2588" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("ascii", b"\\ud83d\\ude00"), ("utf-8", "\U0001f600".encode())])
+def test_json_is_json_in_every_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str, written: bytes) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding, errors="backslashreplace"))
+    print_json(["\U0001f600"])
+    assert written in raw.getvalue() and json.loads(raw.getvalue()) == ["\U0001f600"]
 
 
 def test_a_folder_that_takes_no_file_is_refused() -> None:

@@ -1,5 +1,7 @@
 """The command `trunkattn`: demo, generate, serve, analyze, explain, doctor. One line names packages that it lacks."""
 
+import errno
+import io
 import os
 import sys
 from importlib.util import find_spec
@@ -26,4 +28,12 @@ def main() -> None:
         sys.exit(f"trunkattn: the command needs {' and '.join(missing)}: {install_command('engine')}")
     from trunkattn.cli.app import app
 
-    app()
+    for stream in (sys.stdout, sys.stderr):  # whose encoding may lack what an answer says; a closed one is None
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit("trunkattn: the disk that it writes to is full: make room, or write to another one")

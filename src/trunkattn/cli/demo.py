@@ -1,6 +1,5 @@
 """`trunkattn demo`: a shop's assistant answers 32 customers, with shared prefixes read once and read per request."""
 
-import json
 import os
 import shlex
 import sys
@@ -25,6 +24,7 @@ from trunkattn.cli.measure import BatchRun, Step, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions
 from trunkattn.cli.other_work import OtherWork
+from trunkattn.cli.streams import print_json
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.planner.prefix_forest import Forest, build_forest
 
@@ -59,7 +59,7 @@ def run_demo_command(options: DemoOptions) -> None:
         raise typer.Exit(1)
     result = run_demo(options, model, load_demo(), Console(file=sys.stderr) if options.as_json else Console())
     if options.as_json:
-        typer.echo(json.dumps(asdict(result), indent=1, ensure_ascii=False))
+        print_json(asdict(result))
 
 
 def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console: Console) -> DemoResult:

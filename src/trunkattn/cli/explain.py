@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -17,7 +16,7 @@ from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.command import reported_by_option
-from trunkattn.cli.streams import check_writable, write
+from trunkattn.cli.streams import check_writable, print_json, write
 from trunkattn.gpu.cards import card_named
 
 TREE: Final = re.compile(r"[0-9, ]+_[0-9, ]+")
@@ -44,7 +43,7 @@ def run_explain(options: ExplainOptions) -> None:
     if options.svg_file is not None:
         write(options.svg_file, forest_svg(explanation, prices))
     if options.as_json:
-        typer.echo(json.dumps(explanation_dict(explanation, prices), indent=1, ensure_ascii=False, allow_nan=False))
+        print_json(explanation_dict(explanation, prices))
     else:
         print_explanation(explanation, prices, Console())
 

@@ -1,6 +1,5 @@
 """`trunkattn generate`: prompts in, answers out."""
 
-import json
 import math
 import sys
 import time
@@ -16,6 +15,7 @@ from rich.table import Table
 from trunkattn.cli.command import fields_of, reported_by_option
 from trunkattn.cli.models import place, use_threads, working
 from trunkattn.cli.options import GenerateOptions
+from trunkattn.cli.streams import STANDARD_STREAM, print_json
 from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
 from trunkattn.engine.config import check_text, shown
 from trunkattn.engine.model_path import existing_path
@@ -47,8 +47,7 @@ def run_generate(options: GenerateOptions) -> None:
     else:
         outputs = collect(stream, len(requests), params.n * options.max_tokens, errors)
         if options.as_json:
-            printed = valid_json(as_json(options, prompts, outputs, llm))
-            typer.echo(json.dumps(printed, indent=1, ensure_ascii=False, allow_nan=False))
+            print_json(valid_json(as_json(options, prompts, outputs, llm)))
             return
         print_answers(prompts, outputs, console, errors)
     if params.logprobs is not None:
@@ -62,14 +61,19 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     if options.prompt:
         prompts, sources = list(options.prompt), ["--prompt"] * len(options.prompt)
     elif options.prompt_file:
-        prompts, sources = [], [f"--prompt-file {path}" for path in options.prompt_file]
+        prompts, sources = [], []
         for path in options.prompt_file:
+            if path == STANDARD_STREAM:
+                prompts.append(_standard_input())
+                sources.append("standard input")
+                continue
+            sources.append(f"--prompt-file {path}")
             try:
                 prompts.append(path.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
                 message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
                 raise typer.BadParameter(message, param_hint="--prompt-file") from error
-    elif sys.stdin.isatty():
+    elif sys.stdin is None or sys.stdin.isatty():
         message = "no prompt given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
         raise typer.BadParameter(message, param_hint="--prompt")
     else:
@@ -85,6 +89,8 @@ def read_prompts(options: GenerateOptions) -> list[str]:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise typer.BadParameter("expected text, and it is closed", param_hint="standard input")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:

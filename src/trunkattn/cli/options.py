@@ -318,7 +318,7 @@ class GenerateOptions(SamplingOptions, EngineOptions):
     ] = None
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A UTF-8 text file with one prompt. Repeat the option for more."),
+        typer.Option(metavar="PATH", help="A UTF-8 text file with one prompt; -: standard input. Repeat it for more."),
     ] = None
     chat: Annotated[
         bool | None,

@@ -1,5 +1,7 @@
 """Reads and writes the files, folders, pipes and standard streams that commands name."""
 
+import codecs
+import json
 import os
 import shutil
 import sys
@@ -84,6 +86,13 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         typer.echo(f"trunkattn: {path} was not written: {error.strerror}", err=True)
         raise typer.Exit(1) from error
+
+
+def print_json(value: object) -> None:
+    """Prints JSON, in ASCII alone where the encoding of standard output is not UTF-8."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    is_plain = codecs.lookup(encoding).name != "utf-8"
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=is_plain, allow_nan=False))
 
 
 def _part_of(path: Path) -> Path:
