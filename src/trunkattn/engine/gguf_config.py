@@ -133,16 +133,6 @@ def _check_file(header: GgufHeader) -> None:
             )
 
 
-def check_space_prefix(header: GgufHeader, tokenizer: Any) -> None:
-    """Raises ValueError if a SentencePiece tokenizer puts a space before a text and the file does not, or the other way
-    round."""
-    wanted = header.keys.get("tokenizer.ggml.add_space_prefix")
-    if wanted is None or header.keys.get("tokenizer.ggml.model") != "llama":
-        return
-    if tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}") != wanted:
-        raise ValueError(f"its key tokenizer.ggml.add_space_prefix={wanted} is not what transformers' tokenizer does")
-
-
 def _by_transformers(header: GgufHeader) -> dict[str, Any]:
     """transformers' reading of the header. It gets a file with the header's small keys and the tensors' names."""
     from gguf import GGUFValueType, GGUFWriter

@@ -17,12 +17,12 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedTokenizerFast,
 )
 
 from trunkattn.config import AttentionConfig
-from trunkattn.engine.gguf_config import check_space_prefix, gguf_config
+from trunkattn.engine.gguf_config import gguf_config
 from trunkattn.engine.gguf_header import read_header
+from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.latent import absorb_heads
@@ -238,11 +238,10 @@ def load_tokenizer(files: ModelFiles) -> Any | None:
         "prompts as token ids"
     )
     with files.readable("read its tokenizer", expected) as folder:
-        # AutoTokenizer would read the whole header to choose a class, and the header describes the tokenizer itself.
-        kind: Any = AutoTokenizer if files.gguf_file is None else PreTrainedTokenizerFast
-        tokenizer = kind.from_pretrained(folder, **files.load_options)
-        if files.gguf_file is not None:
-            check_space_prefix(read_header(files.path), tokenizer)
+        if files.gguf_file is None:
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **files.load_options)
+        else:
+            tokenizer = gguf_tokenizer(read_header(files.path))
     tokenizer.name_or_path = str(files.path)
     return tokenizer
 

@@ -1,0 +1,110 @@
+"""The tokenizer in a GGUF file. transformers builds all but those of byte-level vocabularies: of these it leaves out
+much that a file says, and a text then becomes other tokens. They are built here, as llama.cpp reads them.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from trunkattn.engine.gguf_header import GgufHeader
+
+PRE: Final = "tokenizer.ggml.pre"
+# How a text is split before merges, by the name in the file. transformers has more, and takes all others for GPT-2's.
+LIKE_GPT2: Final = frozenset({
+    "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum", "modern-bert",
+    "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling",
+})  # fmt: skip
+DIGITS_APART: Final = frozenset({
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
+})  # fmt: skip
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
+        **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
+    }
+)
+# Vocabularies that take a piece of text that is a token as it is, without merges, and begin a text with a token for
+# that where the file does not say otherwise.
+WHOLE_PIECES: Final = frozenset({
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+})  # fmt: skip
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that a text holds as a whole
+
+
+def gguf_tokenizer(header: GgufHeader) -> Any:
+    """The tokenizer of a file.
+
+    Raises:
+        ValueError: naming the key that says what nobody follows here.
+    """
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, found, options = get_gguf_tokenizer(str(header.path))
+    if found.get("tokenizer_type") == "gpt2":
+        pre = found.get("pre_tokenizer_type")
+        backend = _byte_level(found, _splitter(pre))
+        if pre in WHOLE_PIECES:
+            options.setdefault("add_bos_token", True)
+    else:
+        backend, _ = convert_gguf_tokenizer(architecture, found)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    _check_space_prefix(header, tokenizer)
+    return tokenizer
+
+
+def _byte_level(found: Mapping[str, Any], splitter: Any) -> Tokenizer:
+    """A byte-level tokenizer. A token that a text holds as a whole stays as the file spells it; transformers writes its
+    bytes in the vocabulary's alphabet and then cuts it into pieces."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import get_merges
+
+    alphabet = bytes_to_unicode()
+    letters, types = set(alphabet.values()), found.get("token_type") or [1] * len(found["tokens"])
+    vocabulary: dict[str, int] = {}
+    whole = []
+    for token_id, (token, kind) in enumerate(zip(found["tokens"], types, strict=True)):
+        if kind in (CONTROL, USER_DEFINED):
+            whole.append(AddedToken(token, normalized=False, special=kind == CONTROL))
+        elif not letters.issuperset(token):
+            token = "".join(alphabet[byte] for byte in token.encode())
+        vocabulary[token] = token_id
+    is_whole = found["pre_tokenizer_type"] in WHOLE_PIECES
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=get_merges(found), ignore_merges=is_whole))
+    backend.add_tokens(whole)
+    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    return backend
+
+
+def _splitter(name: str | None) -> Any:
+    """What splits a text before merges."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if name in LIKE_GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name in DIGITS_APART:
+        apart: Any = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
+        return pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    expression = GGUF_PRE_TOKENIZER_SPLITS.get(OTHER_NAMES.get(str(name), str(name)))
+    if expression is None:
+        said = "it has no key " + PRE if name is None else f"its key {PRE} is {name!r}"
+        raise ValueError(
+            f"{said}: expected the name of a way to split texts that is known here, such as 'gpt-2', 'llama-bpe' or "
+            f"'qwen2'; use the model's safetensors folder"
+        )
+    split: Any = pre_tokenizers.Split(Regex(expression), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _check_space_prefix(header: GgufHeader, tokenizer: Any) -> None:
+    """Raises ValueError if a SentencePiece tokenizer puts a space before a text and the file does not, or the other way
+    round."""
+    wanted = header.keys.get("tokenizer.ggml.add_space_prefix")
+    if wanted is None or header.keys.get("tokenizer.ggml.model") != "llama":
+        return
+    if tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}") != wanted:
+        raise ValueError(f"its key tokenizer.ggml.add_space_prefix={wanted} is not what transformers' tokenizer does")
