@@ -136,7 +136,7 @@ UNREAD: dict[str, dict[str, Any]] = {
     "final_logit_softcapping=30.0, which transformers' llama does not read": {"final_logit_softcapping": 30.0},
     "logit_scale=0.5, which": {"logit_scale": 0.5},
     "use_qk_norm=True, which": {"use_qk_norm": True},
-    "partial_rotary_factor=0.5, and transformers' llama rotates all 16": {"partial_rotary_factor": 0.5},
+    "partial_rotary_factor=0.5, and transformers' llama rotates 16 of the 16": {"partial_rotary_factor": 0.5},
 }
 
 

@@ -69,6 +69,9 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
         ("bert", {}, "its attention is bidirectional"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),
         ("doge", {}, "builds its own attention mask"),
+        ("gpt_neox", {"partial_rotary_factor": 0.75}, "rotates 24 of the 96 numbers"),
+        ("gemma2", {"partial_rotary_factor": 0.5}, "rotates 256 of the 256 numbers"),
+        ("qwen2", {"use_qk_norm": True}, "use_qk_norm=True, which transformers' qwen2 does not read"),
     ],
 )
 def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:
@@ -261,6 +264,21 @@ def test_granite_with_attention_layers_only_runs(tmp_path: Path) -> None:
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["attention"] * 4}
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}
     assert_equal_to_generate(config_of("granitemoehybrid", **TINY, **mamba, **experts), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("phi3", {"partial_rotary_factor": 0.75}),
+        ("hunyuan_v1_dense", {"use_qk_norm": True, "head_dim": 16}),
+        ("apertus", {"qk_norm": True}),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_a_field_that_the_models_code_obeys_though_no_configuration_has_it(
+    tmp_path: Path, model_type: str, options: dict[str, Any]
+) -> None:
+    assert_equal_to_generate(config_of(model_type, **TINY, **options), tmp_path)
 
 
 def test_granite_with_a_shared_expert_runs(tmp_path: Path) -> None:

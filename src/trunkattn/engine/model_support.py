@@ -1,6 +1,7 @@
 """Whether a model can run here, from its configuration alone: the reasons if not, or its attention's geometry."""
 
 import copy
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -40,16 +41,16 @@ CHANGES: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "attention_multiplier": (),
         "query_pre_attn_scalar": (),
         "scale_depth": (),
-        "partial_rotary_factor": (1,),
         "rotary_pct": (1,),
         "clip_qkv": (0,),
-        "use_qk_norm": (False,),
-        "qk_norm": (False,),
-        "qk_layernorm": (False,),
         "no_rope_layers": ([],),
         "no_rope_layer_interval": (0,),
     }
 )
+# Fields that ask for a norm of queries and keys, and the modules that are one. Some models have it whatever their
+# configuration says.
+NORM_FIELDS: Final = ("use_qk_norm", "qk_norm", "qk_layernorm")
+NORM: Final = re.compile(r"(.*\.)?(q|k|qk|query|key)_?(layer)?_?norm")
 PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
 
@@ -214,6 +215,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
         )
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         _check_rotation(model, config)
+        _check_norms(model, config)
         hold_rope(model)
         absorb_heads(model)
         model.eval()(
@@ -227,17 +229,31 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
 
 
 def _check_rotation(model: nn.Module, config: PretrainedConfig) -> None:
-    """Raises UnsupportedAttention if the configuration rotates a part of each head and the model rotates all of it."""
-    widths = [2 * len(module.inv_freq) for module in model.modules() if hasattr(module, "inv_freq")]  # type: ignore[arg-type]
-    for rope in _rope_parameters(config):
-        share = rope.get("partial_rotary_factor", 1)
-        if share == 1 or not widths:
+    """Raises UnsupportedAttention if the configuration rotates a part of each head and the model another one."""
+    widths = {2 * buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    shares = [(rope.get("partial_rotary_factor"), rope.get("rope_type")) for rope in _rope_parameters(config)]
+    own = getattr(config, "partial_rotary_factor", None)
+    if own not in [share for share, _ in shares]:
+        shares.append((own, None))
+    for share, rope_type in shares:
+        if share in (None, 1) or rope_type == "proportional" or not widths:  # that type rotates the rest by zero
             continue
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if head_dim in widths:
+        if int(head_dim * share) not in widths:
             raise UnsupportedAttention(
                 f"its configuration has partial_rotary_factor={share}, and transformers' {config.model_type} rotates "
-                f"all {head_dim} numbers of a head"
+                f"{' or '.join(map(str, sorted(widths)))} of the {head_dim} numbers of a head"
+            )
+
+
+def _check_norms(model: nn.Module, config: PretrainedConfig) -> None:
+    """Raises UnsupportedAttention if the configuration asks for a norm of queries and keys that the model has not."""
+    for field in NORM_FIELDS:
+        asks = getattr(config, field, None) and field not in known_fields(config)
+        if asks and not any(NORM.fullmatch(name) for name, _ in model.named_modules()):
+            raise UnsupportedAttention(
+                f"its configuration has {field}={getattr(config, field)!r}, which transformers' {config.model_type} "
+                f"does not read"
             )
 
 
