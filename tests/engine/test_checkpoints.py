@@ -160,6 +160,9 @@ BAD_GENERATION: dict[str, str] = {
     '{"top_k": 2.5}': "top_k=2.5: expected an integer",
     '{"max_new_tokens": 0}': "max_tokens=0: expected an integer",
     '{"eos_token_id": [3, null]}': "eos_token_id=None: expected an integer",
+    '{"suppress_tokens": [3]}': r"suppress_tokens=\[3\] changes which tokens are drawn",
+    '{"no_repeat_ngram_size": 3}': "no_repeat_ngram_size=3 changes",
+    '{"typical_p": 0.9}': "typical_p=0.9 changes",
 }
 
 
@@ -168,6 +171,12 @@ def test_defaults_that_nobody_can_follow_are_refused_at_the_start(folder: Path, 
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=BAD_GENERATION[text]):
         inspect_model(folder)
+
+
+def test_defaults_that_change_nothing_pass(folder: Path) -> None:
+    neutral = {"suppress_tokens": [], "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1, "stop_strings": None}
+    (folder / "generation_config.json").write_text(json.dumps(neutral))
+    inspect_model(folder)
 
 
 @pytest.mark.parametrize("end", [-1, 10**9])

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
-from types import SimpleNamespace
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,19 @@ INTEGER_TYPES = frozenset({"I64", "BOOL"})  # of masks and indices alone
 WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 MAX_REASON = 400
+# Fields of a generation_config.json by which transformers draws other tokens, and that nothing here follows -> the
+# values that change nothing. Lists and mappings of nothing change nothing either.
+UNFOLLOWED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ()),
+        **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
+        **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "penalty_alpha", "top_h"), ()),
+        **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "diversity_penalty"), (0,)),
+        **dict.fromkeys(("min_length", "min_new_tokens"), (0,)),
+        **dict.fromkeys(("typical_p", "guidance_scale", "num_beams"), (1,)),
+        "stop_strings": (),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -140,8 +153,15 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
 
 
 def _check_generation_config(path: Path) -> None:
-    """Raises ValueError unless the file is JSON, and the values of it that this engine reads can be followed."""
+    """Raises ValueError unless the file is JSON, and its values can be followed, as far as they choose tokens."""
     found = _read_json(path)
+    for name, neutral in UNFOLLOWED.items():
+        value = found.get(name)
+        if value not in (None, [], {}, *neutral):
+            raise ValueError(
+                f"model={str(path)!r}: {name}={value!r} changes which tokens are drawn, and nothing here follows it; "
+                f"remove it from the file, and give SamplingParams what it is for"
+            )
     ends = found.get("eos_token_id")
     try:
         default_sampling_params(SimpleNamespace(**found))
