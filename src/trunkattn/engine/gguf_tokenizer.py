@@ -15,25 +15,24 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trunkattn.engine.gguf_header import GgufHeader
 
 PRE: Final = "tokenizer.ggml.pre"
-# How a text is split before merges, by the name in the file. transformers has more, and takes all others for GPT-2's.
-LIKE_GPT2: Final = frozenset({
-    "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "gigachat", "a.x-4.0", "mellum", "modern-bert",
-    "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling",
-})  # fmt: skip
-DIGITS_APART: Final = frozenset({
-    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2",
-})  # fmt: skip
+# How a text is split before merges, by the name in the file: as GPT-2 does; so, with digits apart; or as under another
+# name. transformers knows more names, and takes all that it does not know for GPT-2's.
+GPT2, DIGITS_APART = "gpt-2", "smollm"
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        **dict.fromkeys(("phi-2", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "modern-bert", "mellum"), GPT2),
+        **dict.fromkeys(("gigachat", "a.x-4.0", "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling"), GPT2),
+        **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS_APART),
+        **dict.fromkeys(("minerva-7b", "mellum2"), DIGITS_APART),
         **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
         **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
     }
 )
 # Vocabularies that take a piece of text that is a token as it is, without merges, and begin a text with a token for
 # that where the file does not say otherwise.
-WHOLE_PIECES: Final = frozenset({
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
-})  # fmt: skip
+WHOLE_PIECES: Final = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
+)
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that a text holds as a whole
 
 
@@ -84,12 +83,13 @@ def _splitter(name: str | None) -> Any:
     """What splits a text before merges."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    if name in LIKE_GPT2:
+    known_as = OTHER_NAMES.get(str(name), str(name))
+    if known_as == GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name in DIGITS_APART:
+    if known_as == DIGITS_APART:
         apart: Any = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
         return pre_tokenizers.Sequence([apart, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    expression = GGUF_PRE_TOKENIZER_SPLITS.get(OTHER_NAMES.get(str(name), str(name)))
+    expression = GGUF_PRE_TOKENIZER_SPLITS.get(known_as)
     if expression is None:
         said = "it has no key " + PRE if name is None else f"its key {PRE} is {name!r}"
         raise ValueError(
