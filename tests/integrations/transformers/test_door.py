@@ -255,6 +255,16 @@ def both(name: str, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     return model, other
 
 
+TREE = {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17]), "position_ids": torch.arange(17)[None]}
+HYBRID = SMALL | {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+CONV = ["conv", "full_attention"]
+BART = {"vocab_size": 50, "d_model": 32, "is_decoder": True} | {
+    f"decoder_{part}": number for part, number in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 4))
+}
+V4 = SMALL | {"q_lora_rank": 8, "o_lora_rank": 8, "moe_intermediate_size": 8, "n_routed_experts": 2, "index_n_heads": 2}
 STATIC = "the cache has room for keys behind the last query"
 CHUNKS_AND_PACKED = [0, 5, 10], [0, 4, 10], [0, 4, 5, 10]
 IN_CHUNKS = "the model attends in chunks, and "
@@ -275,6 +285,18 @@ ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         CHUNKS,
         {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17])},
     ),
+    ("has layers of linear_attention, which take packed tokens as one sequence", "Qwen3_5Text", HYBRID, TREE),
+    ("has layers of conv, which take packed tokens as one sequence", "Lfm2", SMALL | {"layer_types": CONV}, TREE),
+    ("the model of BartAttention takes no position_ids", "Bart", BART, TREE),
+    ("the model of BertSelfAttention lets a token see later ones", "Bert", SMALL, TREE),
+    (
+        "position_ids[8]=0: expected 8, as masks of GptOssAttention hold no packed sequences; pass cu_seq_lens_q",
+        "GptOss",
+        MODELS["GptOss"],
+        {"input_ids": TOKENS[:1], "position_ids": PACKED},
+    ),
+    ("models of BigBirdPegasusConfig take no attention but their own", "BigBirdPegasus", BART, {}),
+    ("DeepseekV4Attention is a layer of heavily_compressed_attention", "DeepseekV4", V4, {}),
 )
 
 
@@ -285,6 +307,22 @@ def test_what_a_models_masks_say_and_attention_does_not_is_refused(
     _, model = both(name, config)
     with pytest.raises(ValueError, match=re.escape(message)):
         model(**({"input_ids": TOKENS, "use_cache": False} | batch))
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
+    """Bloom adds what masks it is given to its logits, and would see all tokens with none."""
+    register()
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    config._attn_implementation = "trunkattn"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="models of BloomConfig take no attention but their own"):
+        model(TOKENS)
+
+
+def test_position_ids_may_begin_anywhere() -> None:
+    theirs, ours = both("GptOss", MODELS["GptOss"])
+    batch = {"input_ids": TOKENS[:1], "position_ids": torch.arange(5, 22)[None], "use_cache": False}
+    torch.testing.assert_close(ours(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_holes_beside_a_window_are_refused_in_a_compiled_model_too() -> None:

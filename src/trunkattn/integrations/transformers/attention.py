@@ -8,8 +8,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.integrations.transformers.masks import NAME, mask
+from trunkattn.integrations.transformers.models import why_no_tree
 
-_CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are, and their version
+_CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are or None, and their version
+# Layers whose keys are not those of the tokens alone
+_COMPRESSED: Final = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 # Arguments of an attention that change what it computes, and that this one does not have.
 _ABSENT: Final = frozenset(
     {
@@ -62,8 +65,9 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     _check_layer(module, key.shape[2], causal, tree, options)
+    if tree is not None or (attention_mask is None and causal and q.shape[:2] == (1, key.shape[2])):
+        _check_positions(module, tree, options)
     if tree is not None:
-        _check_positions(tree, options.get("position_ids"))
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     sums = _sums(attention_mask, options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
     if sums is not None:
@@ -116,6 +120,18 @@ def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | 
             f"sliding_window={given}: expected {window + 1}, the token itself and the {window} to each side that the "
             f"model's own masks let it see; attn_implementation={NAME!r} would compute fewer"
         )
+    layers, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if layers and number is not None and layers[number] in _COMPRESSED:
+        raise ValueError(
+            f"{type(module).__name__} is a layer of {layers[number]}: attn_implementation={NAME!r} has none; use "
+            "another one"
+        )
+    if tree is not None:
+        why = why_no_tree(config) if causal else "lets a token see later ones"
+        if why is not None:
+            raise ValueError(
+                f"tree is given and the model of {type(module).__name__} {why}: expected a batch without it"
+            )
     if tree is not None and chunk is not None and keys > chunk:
         raise ValueError(
             f"tree is given and the model attends in chunks of {chunk} tokens: expected at most so many tokens, and "
@@ -153,23 +169,34 @@ def _check_packing(
         raise ValueError(f"attention_mask has shape {shape}: expected {(rows, keys)}, one for each key")
 
 
-def _check_positions(tree: PrefixTree, position_ids: torch.Tensor | None) -> None:
-    """Raises if a model that names its positions has others than the tree; it reads them once for a forward pass."""
+def _check_positions(module: nn.Module, tree: PrefixTree | None, options: dict[str, Any]) -> None:
+    """Raises if a model that names its positions has others than the tree, or than the one sequence that all its tokens
+    are without one; it reads them once for a forward pass."""
+    position_ids = options.get("position_ids")
     if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
     known = getattr(position_ids, _CHECKED, None)  # on the tensor: another one may get its place in memory later
     if known is not None and known[0] is tree and known[1] == version(position_ids):
         return
-    found, expected = position_ids.flatten().cpu(), tree.pack().position_ids
+    if tree is None and (options.get("cu_seq_lens_q") is not None or _is_capturing(position_ids)):
+        return
+    found = position_ids.flatten().cpu()
+    expected = found[:1] + torch.arange(len(found), dtype=torch.int64) if tree is None else tree.pack().position_ids
     if len(found) != len(expected):
         raise ValueError(f"position_ids has {len(found)} entries: expected {len(expected)}, the tree's tokens")
     wrong = (found != expected).nonzero().flatten().tolist()
     if wrong:
-        raise ValueError(
-            f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, the number of the token's "
-            "ancestors; use tree.pack().position_ids"
-        )
+        reason = "the number of the token's ancestors; use tree.pack().position_ids"
+        if tree is None:
+            masks = f"masks of {type(module).__name__}"
+            reason = f"as {masks} hold no packed sequences; pass cu_seq_lens_q and cu_seq_lens_k for them"
+        raise ValueError(f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, {reason}")
     setattr(position_ids, _CHECKED, (tree, version(position_ids)))
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which nothing can be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from trunkattn.integrations.transformers.models import takes_attention
+
 NAME: Final = "trunkattn"
 
 
@@ -26,8 +28,15 @@ def mask(
     """transformers' mask interface; see the module for what it returns.
 
     Raises:
-        ValueError: the mask is one that no packed sequence, window or padding makes.
+        ValueError: the mask is one that no packed sequence, window or padding makes, or for an attention of the model's
+            own.
     """
+    config = options.get("config")
+    if config is not None and not takes_attention(config):
+        raise ValueError(
+            f"models of {type(config).__name__} take no attention but their own: attn_implementation={NAME!r} would "
+            "give it masks that it does not know; use 'eager'"
+        )
     if options.get("use_vmap", False):
         raise ValueError(
             f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"

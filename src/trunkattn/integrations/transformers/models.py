@@ -1,0 +1,61 @@
+"""What the classes of a model say of it. Attention and masks are given its configuration only, whose module tells the
+module of the model by transformers' names of files."""
+
+import inspect
+import sys
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+# Layers that see of the tokens before what attention with a mask sees, or that mix none.
+_ATTEND: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"})
+_SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
+
+
+class _Facts(NamedTuple):
+    """takes_attention: whether models take another attention and its masks. Older ones compute their own, and would add
+    a mask of ours to their logits; some take one that none was ever tried with. is_stateful: whether they have layers
+    that keep a state. takes_positions: whether they take position ids."""
+
+    takes_attention: bool = True
+    is_stateful: bool = False
+    takes_positions: bool = True
+
+
+def takes_attention(config: Any) -> bool:
+    """Whether models of a configuration take another attention and its masks, or nothing is known of them."""
+    return _facts_of(type(config).__module__).takes_attention
+
+
+def why_no_tree(config: Any) -> str | None:
+    """What makes packed tokens of a tree others than those of its sequences in a model, or None if nothing is known."""
+    facts, layers = _facts_of(type(config).__module__), getattr(config, "layer_types", None)
+    others = [str(layer) for layer in layers or () if layer not in _ATTEND]
+    if others or (layers is None and facts.is_stateful):
+        return f"has layers of {others[0] if others else 'a state'}, which take packed tokens as one sequence"
+    return None if facts.takes_positions else "takes no position_ids, so it numbers packed tokens as one sequence"
+
+
+@torch.compiler.assume_constant_result
+def _facts_of(configuration: str) -> _Facts:
+    return _looked_up(configuration)
+
+
+@lru_cache
+def _looked_up(configuration: str) -> _Facts:
+    """The facts of the models that belong to a module of configurations."""
+    name = configuration.replace("configuration_", "modeling_")
+    found = [each for each in vars(sys.modules.get(name, object)).values() if isinstance(each, type)]
+    models = [each for each in found if issubclass(each, PreTrainedModel) and each.__module__ == name]
+    if not models:
+        return _Facts()
+    return _Facts(
+        takes_attention=any(
+            model._can_set_attn_implementation() and any(getattr(model, flag, False) for flag in _SUPPORTED)
+            for model in models
+        ),
+        is_stateful=any(model._is_stateful for model in models),
+        takes_positions=any("position_ids" in inspect.signature(model.forward).parameters for model in models),
+    )
