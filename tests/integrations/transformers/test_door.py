@@ -296,7 +296,7 @@ ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         {"input_ids": TOKENS[:1], "position_ids": PACKED},
     ),
     ("models of BigBirdPegasusConfig take no attention but their own", "BigBirdPegasus", BART, {}),
-    ("DeepseekV4Attention is a layer of heavily_compressed_attention", "DeepseekV4", V4, {}),
+    ("models of DeepseekV4Config have layers of heavily_compressed_attention", "DeepseekV4", V4, {}),
 )
 
 

@@ -11,8 +11,6 @@ from trunkattn.integrations.transformers.masks import NAME, mask
 from trunkattn.integrations.transformers.models import why_no_tree
 
 _CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are or None, and their version
-# Layers whose keys are not those of the tokens alone
-_COMPRESSED: Final = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 # Arguments of an attention that change what it computes, and that this one does not have.
 _ABSENT: Final = frozenset(
     {
@@ -119,12 +117,6 @@ def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | 
         raise ValueError(
             f"sliding_window={given}: expected {window + 1}, the token itself and the {window} to each side that the "
             f"model's own masks let it see; attn_implementation={NAME!r} would compute fewer"
-        )
-    layers, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if layers and number is not None and layers[number] in _COMPRESSED:
-        raise ValueError(
-            f"{type(module).__name__} is a layer of {layers[number]}: attn_implementation={NAME!r} has none; use "
-            "another one"
         )
     if tree is not None:
         why = why_no_tree(config) if causal else "lets a token see later ones"

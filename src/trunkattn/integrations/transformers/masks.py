@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from trunkattn.integrations.transformers.models import takes_attention
+from trunkattn.integrations.transformers.models import why_not
 
 NAME: Final = "trunkattn"
 
@@ -32,10 +32,11 @@ def mask(
             own.
     """
     config = options.get("config")
-    if config is not None and not takes_attention(config):
+    why = None if config is None else why_not(config)
+    if why is not None:
         raise ValueError(
-            f"models of {type(config).__name__} take no attention but their own: attn_implementation={NAME!r} would "
-            "give it masks that it does not know; use 'eager'"
+            f"models of {type(config).__name__} {why}: attn_implementation={NAME!r} would give them masks that they do "
+            "not know; use 'eager'"
         )
     if options.get("use_vmap", False):
         raise ValueError(

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 # Layers that see of the tokens before what attention with a mask sees, or that mix none.
 _ATTEND: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"})
+# Layers whose queries see some of the tokens before, or sums of them.
+_SELECT: Final = frozenset({"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
 _SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
@@ -24,9 +26,12 @@ class _Facts(NamedTuple):
     takes_positions: bool = True
 
 
-def takes_attention(config: Any) -> bool:
-    """Whether models of a configuration take another attention and its masks, or nothing is known of them."""
-    return _facts_of(type(config).__module__).takes_attention
+def why_not(config: Any) -> str | None:
+    """What keeps models of a configuration from another attention, or None if nothing is known."""
+    selecting = [str(layer) for layer in getattr(config, "layer_types", None) or () if layer in _SELECT]
+    if selecting:
+        return f"have layers of {selecting[0]}"
+    return None if _facts_of(type(config).__module__).takes_attention else "take no attention but their own"
 
 
 def why_no_tree(config: Any) -> str | None:
