@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.validate import check_apart, check_dense, check_int, check_plain, written
+from trunkattn.validate import check_apart, check_dense, check_int, check_memory, check_plain, written
 
 Int32Array = NDArray[np.int32]
 Scale = float | torch.Tensor | None
@@ -55,6 +55,7 @@ def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.
     if wrong:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+    check_memory(name, tensor)
     return tensor.contiguous().cpu().numpy()
 
 
@@ -318,6 +319,8 @@ def _tensor(
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
     check_plain(name, tensor)
+    if not torch.compiler.is_compiling():  # which traces tensors without memory, and runs with others
+        check_memory(name, tensor)
 
 
 def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device) -> None:

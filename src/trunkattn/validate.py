@@ -62,6 +62,20 @@ def check_dense(name: str, tensor: Any) -> None:
         raise ValueError(f"{name} {found}: expected a dense tensor")
 
 
+def check_memory(name: str, tensor: Any) -> None:
+    """Raises ValueError unless a tensor has memory of its own, which kernels read. Wrappers have none: those of
+    torch.func, fake tensors, and subclasses that hold other tensors."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # the way of some wrappers to say so
+        address = 0
+    if address == 0 and tensor.numel() > 0:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} without memory of its own: expected a plain tensor, outside "
+            "transformations of torch.func; use to_local() of a DTensor"
+        )
+
+
 def check_apart(name: str, tensor: Any) -> None:
     """Raises ValueError if two elements of a tensor that is written to may lie in one place."""
     if tensor.is_contiguous():

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -313,6 +314,22 @@ def test_a_view_that_torch_negates_when_it_reads_it_is_named(name: str) -> None:
         if name != "q":
             resolved[name] = resolved[name].contiguous()
         assert torch.equal(attention.run(plan, **resolved), attention.run(plan, **RUN))
+
+
+def one_of_a_batch(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    return lambda tensor: torch.func.vmap(function)(tensor[None])
+
+
+@pytest.mark.parametrize("transformed", [torch.func.functionalize, one_of_a_batch])
+def test_tensors_without_memory_are_named(transformed: Callable[..., Any]) -> None:
+    """Kernels read memory, which wrappers of torch.func have none of: reading at 0 would end the process."""
+    attention = BatchAttention(GOOD, "cpu")
+    plan = attention.plan(**STEP)
+    for name in ("q", "k_cache", "v_cache"):
+        with pytest.raises(ValueError, match=rf"{name} is a Tensor without memory of its own: expected a plain tensor"):
+            transformed(lambda given, name=name: attention.run(plan, **{**RUN, name: given}))(RUN[name])
+    with pytest.raises(ValueError, match="block_table is a Tensor without memory of its own"):
+        transformed(lambda given: attention.plan(**{**STEP, "block_table": given}))(STEP["block_table"])
 
 
 def test_checks_that_python_leaves_out_say_so() -> None:

@@ -184,6 +184,12 @@ def test_bad_input_of_a_latent_cache_is_named(changed: dict[str, Any], error: ty
     assert torch.equal(LATENT_ARGUMENTS["cache"], torch.ones(6, 4, 13))
 
 
+def test_tensors_without_memory_are_named() -> None:
+    write = torch.func.functionalize(lambda new: write_kv(new, V, K_CACHE, V_CACHE, SLOTS))
+    with pytest.raises(ValueError, match="k is a Tensor without memory of its own: expected a plain tensor"):
+        write(K)
+
+
 def test_a_card_that_does_not_convert_e4m3_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors are said to lie on a GPU and have no memory: nothing is launched."""
     a100 = card_of(GpuFacts("NVIDIA A100-SXM4-80GB", 108, 80, 40 << 20))

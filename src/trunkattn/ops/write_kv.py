@@ -8,7 +8,7 @@ from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
-from trunkattn.validate import check_apart, check_dense, check_plain
+from trunkattn.validate import check_apart, check_dense, check_memory, check_plain
 
 
 def write_kv(
@@ -152,6 +152,9 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
             f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
             f"{first.cache_name}, {tuple(first.cache.shape[:2])}"
         )
+    for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
+        if not torch.compiler.is_compiling():
+            check_memory(name, tensor)
 
 
 def _check(new: _New, num_tokens: int) -> None:

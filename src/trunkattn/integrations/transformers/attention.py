@@ -173,7 +173,11 @@ def _check_positions(module: nn.Module, tree: PrefixTree | None, options: dict[s
     if tree is None and (options.get("cu_seq_lens_q") is not None or _is_capturing(position_ids)):
         return
     found = position_ids.flatten().cpu()
-    expected = found[:1] + torch.arange(len(found), dtype=torch.int64) if tree is None else tree.pack().position_ids
+    expected = (
+        found[:1] + torch.arange(len(found), dtype=torch.int64, device="cpu")
+        if tree is None
+        else tree.pack().position_ids
+    )
     if len(found) != len(expected):
         raise ValueError(f"position_ids has {len(found)} entries: expected {len(expected)}, the tree's tokens")
     wrong = (found != expected).nonzero().flatten().tolist()
