@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.planner.work_list import UNLIMITED
@@ -165,6 +166,16 @@ def test_a_second_derivative_is_refused() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="flash_attention_backward"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_forward_mode_is_refused_whether_or_not_gradients_are_recorded(enabled: bool) -> None:
+    q, k, v = DENSE.inputs[:3]
+    with torch.set_grad_enabled(enabled):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            flash_attention(forward_ad.make_dual(q, q), k, v)
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.jvp(lambda given: flash_attention(given, k, v), (q,), (q,))
 
 
 @pytest.mark.parametrize("packed", [False, True])
