@@ -232,6 +232,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
     ("sequences is a str: expected a list of sequences", lambda: PrefixTree.from_sequences("ab")),  # type: ignore
     ("sequences[0] is a list without integers of one", lambda: PrefixTree.from_sequences([[1, [2]]])),  # type: ignore
+    (
+        "sequences[0] hides entries behind a mask: expected all of them; use sequences[0].compressed()",
+        lambda: PrefixTree.from_sequences([np.ma.array([1, 0], mask=[False, True])]),
+    ),
     ("sequences[0] is a Tensor without", lambda: PrefixTree.from_sequences([torch.zeros(2, device="meta").long()])),
     (f"sequences[0] holds {1 << 63}: expected integers of at most", lambda: PrefixTree.from_sequences([[1 << 63]])),
     ("answers is a NoneType: expected a list of", lambda: PrefixTree.from_prompt([1], None)),  # type: ignore[arg-type]

@@ -43,6 +43,8 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
     except (RuntimeError, TypeError, ValueError) as error:  # nested lists, tensors without data
         found = type(tokens).__name__
         raise TypeError(f"{name} is a {found} without integers of one dimension: expected them") from error
+    if np.ma.is_masked(tokens):
+        raise ValueError(f"{name} hides entries behind a mask: expected all of them; use {name}.compressed()")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension of integers")
     if array.size == 0:
