@@ -6,6 +6,8 @@ from hypothesis import given, settings
 
 from trunkattn import PrefixTree
 from trunkattn.training.cudnn_trees import intervals
+from trunkattn.training.sequences import LARGEST_KEY_BLOCK
+from trunkattn.training.spec import hopper_forward_tile
 from trunkattn.training.tree_tables import intervals as intervals_on_gpu
 from trunkattn.training.tree_tables import tables_of_segments
 
@@ -24,6 +26,18 @@ def test_tables_and_intervals_are_those_of_a_cpu(tree: PrefixTree) -> None:
     assert all(map(torch.equal, found, expected))
     assert all(table.data_ptr() % 16 == found[0].data_ptr() % 16 for table in found[:3])
     assert torch.equal(intervals_on_gpu(found, tree.num_levels), intervals(expected, tree.num_levels))
+
+
+def test_tables_reach_a_block_beyond_the_tokens() -> None:
+    """Kernels read blocks of them without a bound, also of copies that torch.compile makes."""
+    tree = PrefixTree.from_segments([-1, 0, 0], [60, 40, 41])
+    head_dims = range(40, 257, 8)
+    largest = max(hopper_forward_tile((keys, values)).block_n for keys in head_dims for values in head_dims)
+    assert largest <= LARGEST_KEY_BLOCK
+    for tables in (tree.tables(CPU), tables_of_segments(tree._by_segment, tree.num_tokens)):
+        assert len(tables.subtree_end) == len(tables.depths) >= tree.num_tokens + LARGEST_KEY_BLOCK
+        assert len(tables.segment_of) == len(tree.subtree_end) == tree.num_tokens
+        assert tables.subtree_end.is_contiguous() and tables.depths.is_contiguous()
 
 
 def test_more_tokens_than_programs_take_at_once() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from trunkattn.training.sequences import TreeTables, rounded_tokens
+from trunkattn.training.sequences import TreeTables, table_length
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
@@ -185,7 +185,7 @@ class PrefixTree:
     @property
     def subtree_end(self) -> torch.Tensor:
         """The end of the range of tokens that see a token, [num_tokens] int32, on a CPU; a copy."""
-        return self._host.subtree_end.clone()
+        return self._host.subtree_end[: self.num_tokens].clone()
 
     @property
     def num_levels(self) -> int:
@@ -213,7 +213,7 @@ class PrefixTree:
                 yield segment, path[: depth + length].copy()
 
     def _position_ids(self) -> torch.Tensor:
-        return self._host.depths.long()
+        return self._host.depths[: self.num_tokens].long()
 
     def tables(self, device: torch.device) -> TreeTables:
         """The tree as kernels on a device read it; it is made there once, from what is known of each segment."""
@@ -310,7 +310,7 @@ def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
         levels.append(0 if parent < 0 else levels[parent] + 1)
     rows = zip(sums, sums[1:], parents, levels)  # noqa: B905  the last sum begins none
     offsets = map(sub, depths, sums)
-    aligned = [*lengths[:-1], lengths[-1] + rounded_tokens(sums[-1]) - sums[-1]]
+    aligned = [*lengths[:-1], lengths[-1] + table_length(sums[-1]) - sums[-1]]
     return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
 
 

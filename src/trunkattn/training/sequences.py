@@ -13,17 +13,22 @@ from trunkattn.training.spec import UNEVEN
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
 
 
-def rounded_tokens(tokens: int) -> int:
-    """The number of tokens, rounded up so that an int32 for each token fills a multiple of 16 bytes."""
-    return -(-tokens // 4) * 4
+LARGEST_KEY_BLOCK: Final = 256  # tokens
+
+
+def table_length(tokens: int) -> int:
+    """The entries of a tree's table: one for each token, and a block more, so that kernels read whole blocks from any
+    token on without a bound. Rounded up so that an int32 for each entry fills a multiple of 16 bytes."""
+    return -(-(tokens + LARGEST_KEY_BLOCK) // 4) * 4
 
 
 class TreeTables(NamedTuple):
     """A prefix tree as kernels read it: int32 tensors on the device of the queries.
 
-    subtree_end, depths, segment_of: [tokens] for each token one past the last token that sees it, the number of its
-    ancestors, and its segment. segments: [segments, 4] for each segment its first token, one past its last token, its
-    parent or -1, and the number of segments above it.
+    subtree_end, depths: [table_length(tokens)] for each token one past the last token that sees it, and the number of
+    its ancestors; entries past the tokens are there to be read and mean nothing. segment_of: [tokens] for each token
+    its segment. segments: [segments, 4] for each segment its first token, one past its last token, its parent or -1,
+    and the number of segments above it.
     """
 
     subtree_end: torch.Tensor
@@ -37,14 +42,14 @@ class TreeTables(NamedTuple):
 
         numbers: int32 [7 · segments]: `segments` row by row, then of all segments the ends of their subtrees, the
         numbers of ancestors of their first tokens less the numbers of these tokens, and their lengths, the last one
-        longer by what rounds all tokens up: kernels are not compiled again for another alignment.
+        longer by the entries that tables have past the tokens.
         """
         count = len(numbers) // 7
         of_tokens, lengths = numbers[4 * count : 6 * count].view(2, count), numbers[6 * count :]
-        segment_of = torch.repeat_interleave(lengths, output_size=rounded_tokens(tokens))
+        segment_of = torch.repeat_interleave(lengths, output_size=table_length(tokens))
         subtree_end, depths = of_tokens.index_select(1, segment_of)
         depths += torch.arange(len(depths), dtype=torch.int32, device=numbers.device)
-        return cls(subtree_end[:tokens], depths[:tokens], segment_of[:tokens], numbers[: 4 * count].view(count, 4))
+        return cls(subtree_end, depths, segment_of[:tokens], numbers[: 4 * count].view(count, 4))
 
 
 @dataclass(frozen=True)

@@ -191,4 +191,5 @@ def to_tree_segments(tree: PrefixTree) -> TreeSegments:
     """Megatron's segments of a tree."""
     tables = tree.tables(torch.device("cpu"))
     start, end, parent, level = tables.segments.unbind(1)
-    return TreeSegments(start.clone(), end - start, parent.clone(), level.clone(), tables.depths.long())
+    depths = tables.depths[: tree.num_tokens].long()
+    return TreeSegments(start.clone(), end - start, parent.clone(), level.clone(), depths)

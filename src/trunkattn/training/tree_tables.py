@@ -8,19 +8,20 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept
-from trunkattn.training.sequences import TreeTables, rounded_tokens
+from trunkattn.training.sequences import TreeTables, table_length
 
 _BLOCK: Final = 256
 _WARPS: Final = 4
 _CTAS: Final = 128  # which go through all blocks of tokens, so that a launch does not depend on the tree
 
 
-@triton.jit(do_not_specialize=["num_segments", "tokens", "room"])
-def tables_kernel(numbers, flat, num_segments, tokens, room, BLOCK: tl.constexpr):
-    """Writes the tables of tokens, `room` apart in `flat`, from `numbers` as `TreeTables.of_segments` takes them."""
-    for first in tl.range(tl.program_id(0) * BLOCK, tokens, tl.num_programs(0) * BLOCK):
+@triton.jit(do_not_specialize=["num_segments", "length"])
+def tables_kernel(numbers, flat, num_segments, length, BLOCK: tl.constexpr):
+    """Writes the tables of a tree to the rows of flat [3, length], from `numbers` as `TreeTables.of_segments` takes
+    them."""
+    for first in tl.range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         token = first + tl.arange(0, BLOCK)
-        inside = token < tokens
+        inside = token < length
         segment, behind = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_segments
         width = num_segments
         while width > 1:  # the segment begins at or before the token, and the one at `behind` after it
@@ -30,8 +31,8 @@ def tables_kernel(numbers, flat, num_segments, tokens, room, BLOCK: tl.constexpr
             width = (width + 1) // 2
         of_segment = numbers + 4 * num_segments + segment
         tl.store(flat + token, tl.load(of_segment), mask=inside)
-        tl.store(flat + room + token, tl.load(of_segment + num_segments) + token, mask=inside)
-        tl.store(flat + 2 * room + token, segment, mask=inside)
+        tl.store(flat + length + token, tl.load(of_segment + num_segments) + token, mask=inside)
+        tl.store(flat + 2 * length + token, segment, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_levels", "tokens"])
@@ -56,13 +57,11 @@ def intervals_kernel(segments, segment_of, ends, num_levels, tokens, BLOCK: tl.c
 
 def tables_of_segments(numbers: torch.Tensor, tokens: int) -> TreeTables:
     """`TreeTables.of_segments` on a GPU."""
-    count, room = len(numbers) // 7, rounded_tokens(tokens)
-    flat = torch.empty(3, room, dtype=torch.int32, device=numbers.device)
-    _bound(tables_kernel, numbers.device, ("numbers", "flat", "num_segments", "tokens", "room"))(
-        (numbers, flat, count, tokens, room)
-    )
-    subtree_end, depths, segment_of = flat[:, :tokens]
-    return TreeTables(subtree_end, depths, segment_of, numbers[: 4 * count].view(count, 4))
+    count, length = len(numbers) // 7, table_length(tokens)
+    flat = torch.empty(3, length, dtype=torch.int32, device=numbers.device)
+    _bound(tables_kernel, numbers.device, ("numbers", "flat", "num_segments", "length"))((numbers, flat, count, length))
+    subtree_end, depths, segment_of = flat
+    return TreeTables(subtree_end, depths, segment_of[:tokens], numbers[: 4 * count].view(count, 4))
 
 
 def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:

@@ -116,12 +116,11 @@ class _Consumer(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The queries of a warpgroup. length: of the sequence."""
+    """The queries of a warpgroup."""
 
     q_tile: Any
     kv: KvPipelines
     sight: Sight
-    length: Any
     scale: Any
     tables: Any
 
@@ -131,7 +130,7 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
     """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
-    mask_args = mask_args_of(at, 0, rows.sight, rows.length, rows.tables, SEEN, C)
+    mask_args = mask_args_of(at, 0, rows.sight, rows.tables, SEEN, C)
     MASK: gl.constexpr = None if SEEN == ALL_SEEN else mask_of if SEEN == MASKED else mask_before
     attention = attend_block(
         state.attention, rows.q_tile, rows.kv, state.index, more, rows.scale, MASK, mask_args, C, T
@@ -153,8 +152,8 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.conste
     T: gl.constexpr = C.mainloop
     sight, keys = sight_of(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
     box = last_box(tile, keys, C)
-    rows = _Rows(q_tile=q_tile, kv=kv, sight=sight, length=tile.len_q, scale=scale, tables=tables)
-    args = mask_args_of(keys.last, box.before, sight, tile.len_q, tables, MASKED, C)
+    rows = _Rows(q_tile=q_tile, kv=kv, sight=sight, scale=scale, tables=tables)
+    args = mask_args_of(keys.last, box.before, sight, tables, MASKED, C)
     more = keys.last > keys.ranges.begin
     attention = attend_first_block(q_tile, kv, index, more, scale, mask_of, args, C, T)
     state = walk_keys(_attend_step, _Consumer(attention, index + 1), rows, tile, keys, tables, C)

@@ -16,8 +16,9 @@ class Sight(NamedTuple):
 
 
 class _MaskArgs(NamedTuple):
-    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. ends, depths [block_n]: in
-    a tree the ends of the keys' subtrees, and with a window the keys' depths."""
+    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. In a tree, without a
+    window, ends [block_n] are the ends of the keys' subtrees; with a window, ends and depths are where the tables hold
+    those of the block's first key."""
 
     first: Any
     begin: Any
@@ -42,9 +43,11 @@ def mask_of(args, C: gl.constexpr, T: gl.constexpr):
 def mask_before(args, C: gl.constexpr, T: gl.constexpr):
     """[64, block_n] which row sees which key of a block, whose keys come before all rows."""
     if C.variant.tree:
-        mask = args.sight.last[:, None] < args.ends[None, :]
         if C.variant.window:
-            mask = mask & (args.depths[None, :] >= args.sight.least[:, None])
+            mask = args.sight.last[:, None] < _of_keys(args.ends, T)[None, :]
+            mask = mask & (_of_keys(args.depths, T)[None, :] >= args.sight.least[:, None])
+        else:
+            mask = args.sight.last[:, None] < args.ends[None, :]
     else:
         n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
         mask = n[None, :] >= (args.sight.least - args.first)[:, None]
@@ -52,22 +55,26 @@ def mask_before(args, C: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _of_keys(table, at, length, IS_READ: gl.constexpr, C: gl.constexpr):
-    """[block_n] what a tree's table says of a block's keys, where a mask needs it; it arrives while the product q·k
-    runs."""
-    if IS_READ:
-        key = at + gl.arange(0, C.mainloop.block_n, gl.SliceLayout(0, C.mainloop.scores))
-        return gl.load(table + key, mask=key < length, other=0)
-    else:
-        return 0
+def _of_keys(first, T: gl.constexpr):
+    """[block_n] what a tree's table says of a block's keys, from the entry of its first key on. No bound is needed: the
+    tables reach a block beyond the tokens."""
+    return gl.load(first + gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores)))
 
 
 @gluon.jit
-def mask_args_of(at, before, sight, length, tables, SEEN: gl.constexpr, C: gl.constexpr):
-    """Mask of the block whose first key is `at`, `before` columns behind column 0."""
-    IN_TREE: gl.constexpr = C.variant.tree and SEEN != ALL_SEEN
-    ends = _of_keys(tables.subtree_end, at, length, IN_TREE, C)
-    depths = _of_keys(tables.depths, at, length, IN_TREE and C.variant.window, C)
+def mask_args_of(at, before, sight, tables, SEEN: gl.constexpr, C: gl.constexpr):
+    """Mask of the block whose first key is `at`, `before` columns behind column 0.
+
+    The ends are read here, so that they arrive while the product q·k runs. With a window, `mask_before` reads both
+    tables: two kept during the product leave too few registers for the scores."""
+    T: gl.constexpr = C.mainloop
+    ends, depths = 0, 0
+    if C.variant.tree and SEEN != ALL_SEEN:
+        ends = tables.subtree_end + at
+        if C.variant.window:
+            depths = tables.depths + at
+        else:
+            ends = _of_keys(ends, T)
     return _MaskArgs(at - before, before, sight, ends, depths)
 
 
