@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,14 @@ from trunkattn.engine.interrupts import held_interrupts
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_raise() -> Iterator[None]:
+    """A shell without job control starts a process in the background with interrupts that are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("method", ["step", "add_request"])

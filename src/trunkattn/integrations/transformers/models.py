@@ -1,5 +1,5 @@
-"""What the classes of a model say of it. Attention and masks are given its configuration only, whose module tells the
-module of the model by transformers' names of files."""
+"""What the classes of a model say about it. Attention and masks are given only the model's configuration. The name of
+its module, `configuration_X`, leads to the module of the model, `modeling_X`."""
 
 import inspect
 import sys
@@ -9,17 +9,19 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-# Layers that see of the tokens before what attention with a mask sees, or that mix none.
+# Layers that attend with a mask, or that mix no tokens.
 _ATTEND: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"})
-# Layers whose queries see some of the tokens before, or sums of them.
+# Layers whose queries see a selection of the earlier tokens, or sums of them.
 _SELECT: Final = frozenset({"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
 _SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
 class _Facts(NamedTuple):
-    """takes_attention: whether models take another attention and its masks. Older ones compute their own, and would add
-    a mask of ours to their logits; some take one that none was ever tried with. is_stateful: whether they have layers
-    that keep a state. takes_positions: whether they take position ids."""
+    """What the classes of a model allow.
+
+    takes_attention: models take another attention and its masks. Older ones compute attention themselves and would add
+    our mask to their logits. is_stateful: some layers keep a state. takes_positions: models take position ids.
+    """
 
     takes_attention: bool = True
     is_stateful: bool = False
