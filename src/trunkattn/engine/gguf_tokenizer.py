@@ -94,7 +94,7 @@ def _splitter(name: str | None) -> Any:
         said = "it has no key " + PRE if name is None else f"its key {PRE} is {name!r}"
         raise ValueError(
             f"{said}: expected the name of a way to split texts that is known here, such as 'gpt-2', 'llama-bpe' or "
-            f"'qwen2'; use the model's safetensors folder"
+            "'qwen2'; use the model's safetensors folder"
         )
     split: Any = pre_tokenizers.Split(Regex(expression), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
