@@ -6,8 +6,7 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, count
-from operator import ge, sub
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -116,15 +115,15 @@ class PrefixTree:
         """
         above, counts = integer_list("parents", parents), integer_list("lengths", lengths)
         _check_segments(above, counts)
-        sums = [0, *accumulate(counts)]
+        bounds = [0, *accumulate(counts)]
         if starts is not None:
-            check_equal("starts", integer_list("starts", starts), sums[:-1], "the sum of the lengths before")
+            check_equal("starts", integer_list("starts", starts), bounds[:-1], "the sum of the lengths before")
         inner = set(above)
         leaves = [segment for segment in range(len(above)) if segment not in inner]
         array = None if tokens is None else token_array("tokens", tokens)
-        if array is not None and len(array) != sums[-1]:
-            raise ValueError(f"tokens has {len(array)} entries: expected {sums[-1]}, the sum of lengths")
-        tree = cls._of(Segments(above, counts, leaves, array))
+        if array is not None and len(array) != bounds[-1]:
+            raise ValueError(f"tokens has {len(array)} entries: expected {bounds[-1]}, the sum of lengths")
+        tree = cls._of(Segments(above, counts, bounds, leaves, array))
         if position_ids is not None:
             found = token_array("position_ids", position_ids).tolist()
             check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
@@ -165,16 +164,16 @@ class PrefixTree:
     @torch.inference_mode(False)  # a backward pass takes the tree's tensors, wherever it was made
     def _of(cls, segments: Segments) -> "PrefixTree":
         """The tree of segments, which are checked but for their order."""
-        sums = [0, *accumulate(segments.lengths)]
-        if sums[-1] > _MOST_TOKENS:
-            raise ValueError(f"lengths sum to {sums[-1]}: expected at most {_MOST_TOKENS} tokens a tree")
+        num_tokens = segments.bounds[-1]
+        if num_tokens > _MOST_TOKENS:
+            raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
         return cls(
-            starts=tuple(sums[:-1]),
+            starts=tuple(segments.bounds[:-1]),
             lengths=tuple(segments.lengths),
             parents=tuple(segments.parents),
             leaves=tuple(segments.leaves),
-            num_tokens=sums[-1],
-            _by_segment=_by_segment(segments, sums),
+            num_tokens=num_tokens,
+            _by_segment=_by_segment(segments),
             tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
         )
 
@@ -286,32 +285,32 @@ class PrefixTree:
         return [values[own.to(values.device)] for own in self.sequence_indices()]
 
 
-def _by_segment(segments: Segments, sums: list[int]) -> torch.Tensor:
-    """What `TreeTables.of_segments` takes. sums: where each segment begins, and the end.
+def _by_segment(segments: Segments) -> torch.Tensor:
+    """What `TreeTables.of_segments` takes.
 
     Raises:
-        ValueError: the segments are not in depth-first pre-order.
+        ValueError: the segments have a cycle, or are not in depth-first pre-order.
     """
-    parents, lengths = segments.parents, segments.lengths
-    ends = [sums[-1]] * len(parents)
-    depths: list[int] = []  # of the first token of each segment
-    levels: list[int] = []
+    parents, lengths, bounds = segments.parents, segments.lengths, segments.bounds
+    count, num_tokens = len(parents), bounds[-1]
+    ends = [num_tokens] * count
+    levels, offsets = [0] * count + [-1], [0] * (count + 1)  # the last entries stand for the parent of a root, -1
     for segment, parent in enumerate(parents):
-        above = segment - 1
+        above, start = segment - 1, bounds[segment]
         while above > parent:  # subtrees of the path to the segment before end here, up to this one's parent
-            ends[above] = sums[segment]
+            ends[above] = start
             above = parents[above]
         if above != parent:
+            _check_cycles(parents)
             raise ValueError(
                 f"parents[{segment}]={parent}: expected -1 or a segment on the path to the one before, as segments are "
                 "in depth-first pre-order"
             )
-        depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
-        levels.append(0 if parent < 0 else levels[parent] + 1)
-    rows = zip(sums, sums[1:], parents, levels)  # noqa: B905  the last sum begins none
-    offsets = map(sub, depths, sums)
-    aligned = [*lengths[:-1], lengths[-1] + table_length(sums[-1]) - sums[-1]]
-    return torch.from_numpy(np.array([*chain.from_iterable(rows), *ends, *offsets, *aligned], np.int32))
+        levels[segment] = levels[parent] + 1
+        offsets[segment] = offsets[parent] + bounds[parent + 1] - start
+    aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
+    rows = np.array([bounds[:-1], bounds[1:], parents, levels[:-1], ends, offsets[:-1], aligned], np.int32)
+    return torch.from_numpy(np.concatenate([rows[:4].T.ravel(), rows[4:].ravel()]))
 
 
 def _check_values(name: str, value: Any) -> None:
@@ -330,7 +329,8 @@ def _check_values(name: str, value: Any) -> None:
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
-    """Raises unless the segments are a forest, each with tokens. Integers of NumPy become Python's own in place."""
+    """Raises unless there are segments, each with tokens and a parent that exists. Integers of NumPy become Python's
+    own in place."""
     if not parents:
         raise ValueError("parents is empty: expected at least one segment")
     if len(lengths) != len(parents):
@@ -341,8 +341,10 @@ def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
             lengths[segment] = check_int(f"lengths[{segment}]", length, 1)
         for segment, parent in enumerate(parents):
             parents[segment] = check_int(f"parents[{segment}]", parent, -1, last)
-    if not any(map(ge, parents, count())):
-        return  # every cycle has a parent behind its child
+
+
+def _check_cycles(parents: list[int]) -> None:
+    """Raises ValueError if a path towards a root never ends."""
     seen_from = [-1] * len(parents)  # the segment from which a walk to the root came by
     for first in range(len(parents)):
         segment = first

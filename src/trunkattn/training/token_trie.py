@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,11 +14,12 @@ _MOST: Final = (1 << 63) - 1
 
 
 class Segments(NamedTuple):
-    """The parent (-1: a root) and the length of each segment in depth-first pre-order, the last segment of each
-    sequence, and all tokens in order, int64, or None."""
+    """The parent (-1: a root) and the length of each segment in depth-first pre-order, where each one begins and the
+    last one ends, the last segment of each sequence, and all tokens in order, int64, or None."""
 
     parents: list[int]
     lengths: list[int]
+    bounds: list[int]
     leaves: Sequence[int]
     tokens: np.ndarray | None
 
@@ -115,9 +117,11 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
         nodes.append(node)
         parents.append(parent)
         stack += [(number, child) for child in _later_first(node)]
+    lengths = [node.end - node.start for node in nodes]
     return Segments(
         parents,
-        [node.end - node.start for node in nodes],
+        lengths,
+        [0, *accumulate(lengths)],
         [numbers[id(leaf_of[number])] for number in range(len(sequences))],
         np.concatenate([sequences[node.first][node.start : node.end] for node in nodes]),
     )
