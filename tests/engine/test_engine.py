@@ -53,8 +53,13 @@ class FakeRunner:
         return logits
 
 
-def make_engine(answer: str = "hello world", num_pages: int = 100, has_tokenizer: bool = True) -> Engine:
-    scheduler = Scheduler(CacheManager(num_pages, 4), max_num_seqs=8, max_num_batched_tokens=32)
+def make_engine(
+    answer: str = "hello world",
+    num_pages: int = 100,
+    has_tokenizer: bool = True,
+    max_step_seconds: float | None = None,
+) -> Engine:
+    scheduler = Scheduler(CacheManager(num_pages, 4), 8, 32, max_step_seconds=max_step_seconds)
     limits = ModelLimits(VOCAB, max_model_len=num_pages * 4, eos_token_ids=frozenset({EOS}))
     return Engine(FakeRunner(answer), scheduler, limits, AsciiTokenizer() if has_tokenizer else None)
 
@@ -306,6 +311,16 @@ def test_an_error_in_a_step_loses_no_page_and_no_request() -> None:
     runner_of(engine).fails = False
     outputs = run(engine)
     assert [answer.text for request_id in ids for answer in outputs[request_id].outputs] == ["hello world"] * 4
+
+
+def test_steps_that_take_too_long_compute_less_of_a_prompt_and_answer_the_same() -> None:
+    steps = []
+    for seconds in (None, 1e9, 1e-9):
+        engine = make_engine(max_step_seconds=seconds)
+        request_id = engine.add_request([7] * 30, SamplingParams(temperature=0))
+        assert run(engine)[request_id].outputs[0].text == "hello world"
+        steps.append(engine.stats.steps)
+    assert steps[0] + 3 == steps[1] and steps[0] + 14 == steps[2]  # chunks of 30; 2, 4, 8 and 16; 2
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [

@@ -13,7 +13,7 @@ from trunkattn.engine.assembly import keys_per_token
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import MAX_LOOKED_UP, ScheduledBatch, Scheduler
-from trunkattn.engine.step_work import PROMPT_SHARE, StepWork
+from trunkattn.engine.step_work import LEAST_SHARE, PROMPT_SHARE, StepPace, StepWork
 from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 16
@@ -184,3 +184,60 @@ def test_a_models_price_of_keys() -> None:
     assert keys_per_token(info(1024, 16, 128, (None,) * 28)) == 5 * 512, "heads that are wider than the model"
     assert keys_per_token(info(576, 9, 64, (None, 512) * 15)) == 10 * 576, "a layer with a window sees few keys"
     assert keys_per_token(info(576, 9, 64, (512,) * 30)) is None
+
+
+@given(
+    most=st.integers(1, 10**12),
+    seconds=st.floats(1e-3, 100),
+    steps=st.lists(st.tuples(st.integers(1, 10**12), st.floats(0, 1e4)), max_size=30),
+)
+def test_a_step_may_take_a_sixteenth_to_all_of_the_work_whatever_was_timed(
+    most: int, seconds: float, steps: list[tuple[int, float]]
+) -> None:
+    pace, free = StepPace(most, seconds), StepPace(most)
+    for work, took in steps:
+        before = pace.work
+        pace.timed(work, took)
+        free.timed(work, took)
+        assert max(1, most // LEAST_SHARE) <= pace.work <= most and type(pace.work) is int
+        assert pace.work <= before if took > seconds else pace.work >= before
+        assert before // 2 <= pace.work <= 2 * before
+        assert free.work == most
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-3, 4e-3])
+def test_steps_take_the_time_that_they_may_however_fast_the_machine_is(rate: float) -> None:
+    pace, most, seconds = StepPace(1600, 0.25), 1600, 0.25
+    for _ in range(20):
+        pace.timed(pace.work, 0.02 + pace.work * rate)
+    assert 0.02 + pace.work * rate <= seconds or pace.work == most // LEAST_SHARE
+    assert pace.work == most or 0.02 + 2 * pace.work * rate >= seconds
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_prompts_get_fewer_tokens_of_a_step_while_steps_take_longer_than_they_may(slow: bool) -> None:
+    scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 8, 64, max_step_seconds=0.25)
+    witness = make_request(3, max_tokens=2000, first=9000)
+    scheduler.add(witness)
+    step(scheduler)
+    scheduler.add(make_request(640))
+    lengths = []
+    while sum(lengths) < 640:
+        batch = step(scheduler)
+        assert batch.chunks[0].request is witness, "a token of the witness in every step"
+        lengths.append(batch.chunks[-1].num_tokens)
+        scheduler.timed(batch, 1.0 if slow else 0.001)
+    assert set(lengths[:-1]) == {3} if slow else lengths[:5] == [3, 7, 15, 31, 63]
+
+
+def test_prompts_go_on_however_long_steps_of_many_answers_take() -> None:
+    scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 16, 64, max_step_seconds=0.25)
+    for place in range(10):
+        scheduler.add(make_request(20, max_tokens=300, first=10_000 * place))
+    while any(request.num_output_tokens == 0 for request in scheduler.running) or scheduler.waiting:
+        scheduler.timed(step(scheduler), 60.0)
+    late = make_request(50, first=500_000)
+    scheduler.add(late)
+    for _ in range(50):
+        scheduler.timed(step(scheduler), 60.0)
+    assert late.num_output_tokens > 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from trunkattn.cli.command import fields_of
-from trunkattn.engine.config import DTYPES, EngineConfig
+from trunkattn.engine.config import DTYPES, EngineConfig, check_scheduler_policy
 from trunkattn.names import POLICIES
 from trunkattn.validate import check_int
 
@@ -25,6 +25,9 @@ UNITS: Final = MappingProxyType(
     | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 )
 MOST_THREADS = 4096
+STEP_SECONDS: Final = (
+    0.25  # of a server's step: with what a step waits for, a stream pauses for less than half a second
+)
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
 
@@ -369,6 +372,14 @@ def _texts(panel: str, text: str, metavar: str = "TEXT") -> Any:
 class ServeOptions(EngineOptions):
     """Command line of `trunkattn serve`. An option with the name of a field of `ServerOptions` sets that field."""
 
+    max_step_seconds: Annotated[
+        float | None,
+        _number(
+            ENGINE,
+            "How long a step should take at most: while steps take longer, prompts get fewer tokens of each, so that "
+            f"running answers do not pause for long. Default: {STEP_SECONDS} with chunked_prefill.",
+        ),
+    ] = None
     host: Annotated[
         str, typer.Option(metavar="NAME", help="Where to listen; 0.0.0.0: on every network.", rich_help_panel=SERVER)
     ] = "127.0.0.1"
@@ -418,3 +429,11 @@ class ServeOptions(EngineOptions):
         bool, _flag(SERVER, "--strict-requests", "Refuse every field of a request that does not exist.")
     ] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.", rich_help_panel=SERVER)] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (
+            self.max_step_seconds is None
+            and check_scheduler_policy("scheduler_policy", self.scheduler_policy) == "chunked_prefill"
+        ):
+            object.__setattr__(self, "max_step_seconds", STEP_SECONDS)

@@ -125,6 +125,9 @@ class EngineConfig:
             accepted too. "prefill_first": steps with whole prompts come first, each with at least one prompt of any
             length and no decode (as in the first vLLM); first tokens are early, but each new prompt stalls the running
             answers.
+        max_step_seconds: the time that a step should take at most, with "chunked_prefill": while steps take longer,
+            prompts get fewer tokens of each, and running answers pause for a shorter time. Prompts keep a part of every
+            step, so that steps of many answers can take longer. None: any time.
         max_model_len: most tokens of a sequence, prompt and output; None: the lower of the model's limit and the
             cache's.
         policy: packing policy of `AttentionConfig`.
@@ -165,6 +168,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     scheduler_policy: str = "chunked_prefill"
+    max_step_seconds: float | None = None
     max_model_len: int | None = None
     policy: str = "auto"
     enable_prefix_caching: bool = True
@@ -187,6 +191,8 @@ class EngineConfig:
         check_budget(self.max_num_seqs, self.max_num_batched_tokens)
         policy = check_scheduler_policy("scheduler_policy", self.scheduler_policy)
         object.__setattr__(self, "scheduler_policy", policy)
+        if self.max_step_seconds is not None:
+            self._check_step_seconds(self.max_step_seconds)
         for name in ("num_pages", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 keep_int(self, name, 1)
@@ -224,6 +230,16 @@ class EngineConfig:
         if self.dtype_name not in DTYPES:
             raise ValueError(
                 f"dtype={self.dtype!r}: expected one of {', '.join(DTYPES)}, or a torch dtype of that name"
+            )
+
+    def _check_step_seconds(self, seconds: object) -> None:
+        expected = "a number above 0"
+        if check_real("max_step_seconds", seconds, expected) <= 0:
+            raise ValueError(f"max_step_seconds={seconds!r}: expected {expected}")
+        if self.scheduler_policy != "chunked_prefill":
+            raise ValueError(
+                f"max_step_seconds={seconds!r}: expected None with scheduler_policy={self.scheduler_policy!r}, which "
+                'computes prompts whole; leave it out, or use "chunked_prefill"'
             )
 
     @property

@@ -332,7 +332,9 @@ class Engine:
         stats.kv_tokens_per_query += self.runner.last_reads.kv_tokens_per_query
         if stats.peak_usage is None or cache.num_pages_in_use >= stats.peak_usage.pages_held:
             stats.peak_usage = self.usage()
-        stats.busy_seconds += time.monotonic() - started
+        seconds = time.monotonic() - started
+        stats.busy_seconds += seconds
+        self.scheduler.timed(batch, seconds)
 
 
 def _named(error: Exception) -> str:

@@ -98,6 +98,7 @@ class LLM:
             self.config.max_num_batched_tokens,
             self.config.scheduler_policy,
             keys_per_token(info),
+            self.config.max_step_seconds,
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)

@@ -14,7 +14,7 @@ from typing import Final
 
 from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.engine.request import Request
-from trunkattn.engine.step_work import StepBudget, StepWork
+from trunkattn.engine.step_work import StepBudget, StepPace, StepWork
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
 
@@ -96,6 +96,8 @@ class Scheduler:
         policy: see `EngineConfig.scheduler_policy`.
         keys_per_token: see `StepWork.of_keys`; with it `chunked_prefill` shortens chunks of long prompts, so that no
             step takes longer than one whose budget is full of first tokens.
+        max_step_seconds: the time that a step of `chunked_prefill` should take at most, by the steps that were `timed`;
+            None: any.
 
     Raises:
         TypeError, ValueError: the budget has less than one token per sequence, or the policy is unknown.
@@ -108,6 +110,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: str = "chunked_prefill",
         keys_per_token: int | None = None,
+        max_step_seconds: float | None = None,
     ) -> None:
         check_budget(max_num_seqs, max_num_batched_tokens)
         policy = check_scheduler_policy("policy", policy)
@@ -117,6 +120,7 @@ class Scheduler:
         self._max_prompt_logits = max(1, min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS))
         self._fill = POLICIES[policy]
         self._prices = StepWork.of_keys(keys_per_token)
+        self._pace = StepPace(self._prices.of(0, max_num_batched_tokens), max_step_seconds)
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -178,6 +182,10 @@ class Scheduler:
             if sample.request.is_finished:
                 self._discard(sample.request)
 
+    def timed(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Takes note of the time that a computed batch took."""
+        self._pace.timed(sum(self._prices.of(chunk.start, chunk.num_tokens) for chunk in batch.chunks), seconds)
+
     def roll_back(self, batch: ScheduledBatch) -> None:
         """Undoes a batch that was not computed: its sequences lose their pages and wait to be recomputed."""
         for chunk in reversed(batch.chunks):
@@ -189,7 +197,7 @@ class Scheduler:
         Each sequence gets at least one token. Returns the rest of the budget.
         """
         prices = self._prices
-        budget = StepBudget(prices, self.max_num_batched_tokens)
+        budget = StepBudget(prices, self.max_num_batched_tokens, self._pace.work)
         budget.reserve(sum(prices.of(request.num_computed_tokens, 1) for request in self.running))
         position = 0
         while position < len(self.running):

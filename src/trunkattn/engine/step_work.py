@@ -4,6 +4,8 @@ from math import isqrt
 from typing import NamedTuple
 
 PROMPT_SHARE = 4  # prompts get at least 1/4 of a step's work, however much the running answers take
+LEAST_SHARE = 16  # a step may take at least 1/16 of the work of a full one, however slow the machine is
+MOST_GROWTH, MOST_SHRINKAGE = 2, 2  # of the work that a step may take, from one step to the next
 
 
 class StepWork(NamedTuple):
@@ -38,19 +40,62 @@ class StepWork(NamedTuple):
         return (isqrt(slope * slope + 8 * work) - slope) // 2
 
 
+class StepPace:
+    """How much work a step may take.
+
+    How long work takes depends on the machine, and on what else runs there. With a bound for the time of a step, the
+    work of the next one follows the steps that were timed. Without a bound a step may always take all of `most`.
+
+    Args:
+        most: the most work of a step.
+        seconds: the time that a step should take at most; None: any.
+
+    Attributes:
+        work: the most work of the next step.
+
+    Example:
+        >>> pace = StepPace(1600, seconds=0.2)
+        >>> pace.work
+        100
+        >>> pace.timed(100, 0.01)  # there is time for more
+        >>> pace.work
+        200
+    """
+
+    def __init__(self, most: int, seconds: float | None = None) -> None:
+        self._most, self._seconds = most, seconds
+        self.work = most if seconds is None else self._least
+
+    @property
+    def _least(self) -> int:
+        return max(1, self._most // LEAST_SHARE)
+
+    def timed(self, work: int, seconds: float) -> None:
+        """Takes note of a step: its work, and the time that it took."""
+        if self._seconds is None:
+            return
+        fitting = int(work * self._seconds / max(seconds, 1e-9))
+        if seconds > self._seconds:
+            self.work = max(self._least, min(self.work, max(fitting, self.work // MOST_SHRINKAGE)))
+        elif fitting > self.work:  # a shorter step with less work says nothing about more
+            self.work = min(self._most, fitting, self.work * MOST_GROWTH)
+
+
 class StepBudget:
     """What a step may still take.
 
     Args:
         prices: of its tokens.
-        tokens: most tokens. Its work is what so many take at the beginning of a prompt.
+        tokens: most tokens.
+        work: most work; None: what so many tokens take at the beginning of a prompt.
 
     Attributes:
         tokens, work: what is left.
     """
 
-    def __init__(self, prices: StepWork, tokens: int) -> None:
-        self.prices, self.tokens, self.work = prices, tokens, prices.of(0, tokens)
+    def __init__(self, prices: StepWork, tokens: int, work: int | None = None) -> None:
+        self.prices, self.tokens = prices, tokens
+        self.work = prices.of(0, tokens) if work is None else work
 
     def reserve(self, work: int) -> None:
         """Takes the work of running sequences, but leaves a part of the whole for prompts."""
