@@ -220,7 +220,7 @@ computes a prefix for each of its branches. The last columns are what a tree sav
 query and a key. {measured(all_rows)}
 
 {table(head, rows, 2)}
-{plans(all_rows)}
+{plans(names)}
 {sources("python -m benchmarks.kernels.trees", *names)}
 """
     return Section(text, [loss for name in names for loss in tree_losses(name)])
@@ -236,22 +236,22 @@ def gain(row: Row) -> list[str]:
     return [f"{speed:.2f}×" for speed in speeds([row], "default", ("repeated",))] or [""]
 
 
-def plans(rows: Sequence[Row]) -> str:
-    """A table of memory and of a new tree's plan, if they were measured."""
-    planned = [row for row in rows if "plan" in row]
+def plans(names: Sequence[str]) -> str:
+    """A table of memory and of a new tree's plan, if they were measured. names: of results."""
+    planned = [(card_of(name), row) for name in names for row in rows_of(name) if "plan" in row]
     if not planned:
         return ""
-    head = ["tree", "`tree=`, MB", "repeated, MB", "tree", "its tables", "cuDNN's plan", "FlexAttention's mask"]
+    columns = ["`tree=`, MB", "repeated, MB", "tree", "its tables", "cuDNN's plan", "FlexAttention's mask"]
     cells: list[list[object]] = []
-    for row in planned:
+    for card, row in planned:
         memory = [row.get(way, {}).get("peak_mb") for way in MEMORY_WAYS]
         times = [row["plan"].get(part) for part in PLAN_PARTS]
         shown = [f"{megabytes:.0f}" if megabytes else "" for megabytes in memory]
-        cells.append([row["tree"], *shown, *(f"{ms:.2f}" if ms is not None else "" for ms in times)])
+        cells.append([card, row["tree"], *shown, *(f"{ms:.2f}" if ms is not None else "" for ms in times)])
     return f"""
 Peak memory of both passes with their inputs; and what a new tree takes until it is ready, in milliseconds.
 
-{table(head, cells)}
+{table(["card", "tree", *columns], cells, 2)}
 """
 
 
