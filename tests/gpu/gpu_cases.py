@@ -59,7 +59,7 @@ TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.flo
 
 @dataclass(frozen=True)
 class Interpreted:
-    """A step on an imagined device of so many multiprocessors.
+    """A step on an imagined device with this number of multiprocessors.
 
     candidate: a tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
     does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks

@@ -13,7 +13,7 @@ NUM_PROGRAMS = 132
 
 
 def chunk(tokens: int, context: int, queries: int) -> NDArray[np.int32]:
-    """Items of so many query tokens each, heaviest first, of a chunk that ends at `context`."""
+    """Items with these numbers of query tokens, heaviest first, of a chunk that ends at `context`."""
     ends = np.arange(context, context - tokens, -queries)
     items = np.zeros((len(ends), ITEM_COLUMNS), np.int32)
     items[:, KV_END] = ends

@@ -220,7 +220,7 @@ def test_a_card_without_e4m3_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def listed(segments: list[int]) -> TileList:
-    """Items of so many segments each."""
+    """Items with these numbers of segments."""
     ends = np.cumsum(segments)
     items = np.zeros((len(segments), 5), np.int32)
     items[:, 0], items[:, 2] = ends - segments, ends

@@ -60,7 +60,7 @@ def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
 
 def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType:
     """The source of the first kernel that computes some work on the card of q, k and v and can read them; the portable
-    kernel reads all. options: as of a `TrainingConfig`."""
+    kernel reads all. `options` are those of a `TrainingConfig`."""
     q, k, v = tensors
     config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options, q.shape[-2] != k.shape[-2])
     *fast, portable = _sources(work, config, q.device)

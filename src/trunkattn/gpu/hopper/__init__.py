@@ -1,1 +1,1 @@
-"""Kernels for Hopper cards, in Gluon, and what they share."""
+"""Kernels for Hopper cards, in Gluon, and the code that they share."""

@@ -1,6 +1,6 @@
-"""Named barriers, at which some warps of a CTA meet: those of several partitions, or a producer and its consumers.
+"""Named barriers, at which some warps of a CTA meet: the warps of several partitions, or a producer and its consumers.
 
-An SM has 16 of them for a CTA. Triton takes numbers 0 and 1 and one for each partition of warps.
+A CTA has 16 of them. Triton itself uses numbers 0 and 1, and one more for each partition of warps.
 """
 
 from typing import Final
@@ -13,14 +13,14 @@ NUM_BARRIERS: Final = 16
 
 @gluon.jit
 def barrier_sync(number, NUM_THREADS: gl.constexpr):
-    """Waits until NUM_THREADS threads, those of this warp included, have come to the barrier."""
+    """Waits until NUM_THREADS threads, including those of this warp, have come to the barrier."""
     operands = [gl.to_tensor(number), gl.to_tensor(NUM_THREADS)]
     gl.inline_asm_elementwise("bar.sync $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)
 
 
 @gluon.jit
 def barrier_arrive(number, NUM_THREADS: gl.constexpr):
-    """This warp comes to the barrier, and does not wait, unlike with `mbarrier.arrive`: Triton has all warps of the
-    partition meet before that, and Triton 3.6 behind it too."""
+    """Reports that this warp has come to the barrier, without waiting. `mbarrier.arrive` would wait: Triton makes all
+    warps of the partition meet before it, and Triton 3.6 after it too."""
     operands = [gl.to_tensor(number), gl.to_tensor(NUM_THREADS)]
     gl.inline_asm_elementwise("bar.arrive $1, $2; // $0", "=r,r,r", operands, gl.int32, False, 1)

@@ -1,11 +1,11 @@
-"""What the Hopper kernels share, in Gluon: their arguments, programmatic dependent launch, the order of tasks, TMA.
+"""Code that the Hopper kernels share, in Gluon: arguments, programmatic dependent launch, the order of tasks, and TMA.
 
-All three kernels take `(layer, k_desc, v_desc, work, ..., C)`: the tensors of one layer, the TMA descriptors of its
-caches, the arrays of a plan, and constants. Only the first three change from layer to layer.
+All three kernels take `(layer, k_desc, v_desc, work, ..., C)`. These are the tensors of one layer, the TMA descriptors
+of its caches, the arrays of a plan, and constants. Only the first three change from layer to layer.
 
 Two limits of Triton 3.6 to 3.9 shape these arguments. A TMA descriptor inside a tuple is not expanded, so `k_desc` and
 `v_desc` are parameters of their own. `do_not_specialize` does not reach into a tuple, so what differs between launches
-of one kernel is passed number by number.
+of one kernel is passed as separate numbers.
 """
 
 from typing import Any, Final, NamedTuple
@@ -20,12 +20,12 @@ from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.layer import Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS
 
-BOX_DIMS = gl.constexpr(spec.BOX_DIMS)  # dims of a TMA box; a head has a multiple of them, or is padded to one
+BOX_DIMS = gl.constexpr(spec.BOX_DIMS)  # dims of a TMA box; a head is padded to a multiple of them
 BOX_TOKENS = gl.constexpr(spec.PAGE_UNIT)  # tokens of a TMA box; a page holds a multiple of them
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of a warpgroup's matrix product
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 NEG_INF = gl.constexpr(numerics.NEG_INF)
-PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread; consumers take what producers leave
+PRODUCER_REGISTERS = gl.constexpr(24)  # of each thread; consumers take those that producers leave
 
 _HAS_REINTERPRET = gl.constexpr(
     hasattr(gl.shared_memory_descriptor, "reinterpret")
@@ -36,8 +36,11 @@ _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 
 
 class Layer(NamedTuple):
-    """Tensors of one layer. q, out [T, Hq, D]; the others float32: lse [T, Hq], partial [slots, Hq, D], partial_lse
-    [slots, Hq], logit_scale and v_scale [Hkv], sinks [Hq]. logit_scale includes log2(e), unless logits are capped."""
+    """Tensors of one layer, and their strides.
+
+    q and out are [T, Hq, D]. The other tensors are float32: lse [T, Hq], partial [slots, Hq, D], partial_lse
+    [slots, Hq], logit_scale and v_scale [Hkv], and sinks [Hq]. logit_scale includes log2(e), unless logits are
+    capped."""
 
     q: Any
     out: Any
@@ -60,7 +63,7 @@ class Layer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One work item for one KV head. item: pointer to its columns."""
+    """One work item for one KV head. `item` points to the columns of the work item."""
 
     item: Any
     kv_head: Any
@@ -74,21 +77,22 @@ def pdl_trigger():
 
 @gluon.jit
 def pdl_wait():
-    """Programmatic dependent launch: returns when the kernel ahead has ended, and what that kernel waited for."""
+    """Programmatic dependent launch: returns when the kernel ahead has ended, and every kernel that it waited for."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def opaque(count: gl.constexpr):
-    """Returns `count`, opaque to the compiler, to prevent unrolling: the code that all warps of an SM run at once is to
-    fit its instruction cache. Every launch has one CTA in y."""
+    """Returns `count` as a number that the compiler does not know, so that it does not unroll a loop. The code that all
+    warps of an SM run at the same time must fit the instruction cache. The result is right because every launch has one
+    CTA in y."""
     return count - 1 + gl.num_programs(1)
 
 
 @gluon.jit
 def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.constexpr):
-    """The task of CTA `cta` at `turn`, which steps by `num_ctas`. Items are heaviest first; every second round runs
-    backwards, so that all CTAs end at about the same time."""
+    """Returns the task of CTA `cta` at `turn`, which grows by `num_ctas` from one task to the next. The heaviest items
+    come first. Every second round runs backwards, so that all CTAs end at about the same time."""
     first = turn - cta
     backwards = (first // num_ctas % 2 == 1) & (first + num_ctas <= num_tasks)
     task = gl.where(backwards, first + num_ctas - 1 - cta, turn)
@@ -98,8 +102,9 @@ def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.const
 
 @gluon.jit
 def prefetch_to_l2(array, size, cta, LINES: gl.constexpr):
-    """Prefetches the first lines of an array of `size` numbers to the L2 cache. A plan has left it since the layer
-    before, and a CTA would wait for memory three times before it knows where its keys are."""
+    """Prefetches the first lines of an array of `size` numbers to the L2 cache. The arrays of a plan have been evicted
+    from it since the layer before. Without the prefetch a CTA would wait for memory three times before it knows where
+    its keys are."""
     lines = gl.minimum(size // _LINE, LINES)
     first = cta * 128
     if first < lines:
@@ -119,13 +124,13 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
 
 @gluon.jit
 def row_offset(index, stride):
-    """index * stride in 64 bits. Both fit in 32 unsigned bits, so the product needs no upper half of the stride."""
+    """Returns index * stride in 64 bits. Both fit in 32 unsigned bits, so the multiplication needs no upper halves."""
     return index.to(gl.uint32).to(gl.int64) * gl.to_tensor(stride).to(gl.uint32).to(gl.int64)
 
 
 @gluon.jit
 def without_padding(mask, d, C: gl.constexpr, T: gl.constexpr):
-    """A mask of rows, for those of the dims `d` that a head has in memory."""
+    """Returns a mask of rows, restricted to the dims `d` that a head has in memory."""
     if C.head_dim < T.head_dim:
         return mask & (d < C.head_dim)
     else:
@@ -134,7 +139,8 @@ def without_padding(mask, d, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def write_partials(rows, lse, partial_slot, used, query_head, layer, C: gl.constexpr, T: gl.constexpr):
-    """Writes the rows that have a partial slot, if any does. C, T: constants of the kernel and of its main loop."""
+    """Writes the rows that have a partial slot, if there are any. `C` holds the constants of the kernel, and `T` those
+    of its main loop."""
     if gl.max(partial_slot, 0) != _DIRECT:
         has_slot = used & (partial_slot != _DIRECT)
         at = partial_slot.to(gl.int64) * C.num_qo_heads + query_head
@@ -149,7 +155,7 @@ _TMA_LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 
 
 def layer_of(t: Tensors) -> Layer:
-    """The argument `layer` of the kernels."""
+    """Returns the argument `layer` of the kernels."""
     return Layer(
         q=t.q,
         out=t.out,
@@ -173,8 +179,8 @@ def layer_of(t: Tensors) -> Layer:
 
 
 def tma_descriptors(t: Tensors) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The arguments `k_desc` and `v_desc` of the kernels. A TMA box holds 16 tokens of a page and 64 dims of a head;
-    where the head has no more, TMA writes zeros."""
+    """Returns the arguments `k_desc` and `v_desc` of the kernels. A TMA box holds 16 tokens of a page and 64 dims of a
+    head. Beyond the last dim of a head TMA fills the box with zeros."""
     return _tma_descriptor(t.k_cache), _tma_descriptor(t.v_cache)
 
 

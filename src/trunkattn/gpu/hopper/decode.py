@@ -1,10 +1,10 @@
 """Decoding in row tiles on Hopper over a paged cache, warp specialized, in Gluon: the kernel of `TileList` items.
 
-A CTA computes items of up to 64 rows, (query token, head of the group) pairs, for one KV head each. Two producer warps
-load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time, wherever they lie; or more widen
-what TMA loads of an 8-bit cache (`widen`), or gather small pages token by token (`gather`). One consumer warpgroup
-computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for the other. A masked
-block is computed whole: tensor cores have time to spare, memory bandwidth does not.
+A CTA computes items of up to 64 rows for one KV head each. A row is a (query token, head of the group) pair. Two
+producer warps load blocks of keys and of values by TMA, 16 tokens of a page and 64 dims at a time. For an 8-bit cache
+more producer warps widen what TMA loads (`widen`), and for small pages they gather token by token (`gather`). One
+consumer warpgroup computes. Two CTAs share an SM: while one computes the softmax of a block, the tensor cores work for
+the other. A masked block is computed whole, because tensor cores have time to spare and memory has none.
 """
 
 from types import MappingProxyType
@@ -59,9 +59,9 @@ from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_S
 
 
 class DecodeShape(NamedTuple):
-    """Warps and registers of a CTA. producer_warps: warps that fill a pipeline, with producer_registers a thread.
-    registers: of every thread at launch, when Triton rounds the warps up to fours. An SM holds two CTAs, or one with
-    8-bit heads of 256."""
+    """Warps and registers of a CTA. `producer_warps` warps fill a pipeline, each thread with `producer_registers`.
+    Every thread has `registers` at launch, when Triton rounds the number of warps up to a multiple of four. An SM holds
+    two CTAs, or one if heads of 256 are in 8 bits."""
 
     producer_warps: int
     producer_registers: int
@@ -93,14 +93,14 @@ class DecodeConstants(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
-        head_dim: of a head in memory; the main loop's may be padded.
-        segment_size: tokens.
+        head_dim: dims of a head in memory. The main loop may pad them.
+        segment_size: tokens of a whole segment.
         masked: queries of one sequence see different tokens.
-        soft_cap: of logits; 0: none.
+        soft_cap: the soft cap of logits, or 0 for none.
         source: where keys and values come from, a `Source`.
-        kv_bytes, kv_kind: of numbers in the cache; see `widen.kind_of`.
+        kv_bytes, kv_kind: bytes of a number in the cache, and its `widen.kind_of`.
         tile: constants of the main loop.
-        producer_registers: of a thread of the producer warps.
+        producer_registers: registers of each thread of the producer warps.
     """
 
     num_qo_heads: int
@@ -121,20 +121,21 @@ class DecodeConstants(NamedTuple):
 
 
 def shape_of(head_dim: int, source: spec.Source) -> DecodeShape:
-    """The shape of the kernel."""
+    """Returns the shape of the kernel."""
     return _SHAPES[source][spec.width_of(head_dim)]
 
 
 def tile_of(head_dim: int, source: spec.Source, masked: bool = False) -> MainloopTile:
-    """The constants of its main loop. Masks of positions are behind the product where few registers are left: heads of
-    64 have twice the scores, those of 256 twice the output. Masks of gathered blocks would wait for memory there."""
+    """Returns the constants of the main loop. Masks of positions are computed after the product where few registers are
+    left: heads of 64 have twice the scores, and heads of 256 twice the output. Masks of gathered blocks are computed
+    ahead of it, because after it they would wait for memory."""
     width, producer_warps = spec.width_of(head_dim), shape_of(head_dim, source).producer_warps
     mask_ahead = width == WIDE or not masked or source is spec.Source.GATHERED
     return mainloop_tile(width, spec.TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
 
 
 class DecodeWork(NamedTuple):
-    """The arrays of a plan. counts: where buckets begin. window: tokens, 2^31 - 1 for all."""
+    """The arrays of a plan. `counts` says where buckets begin. `window` is in tokens, and 2^31 - 1 hides nothing."""
 
     tiles: RowTiles
     counts: Any
@@ -143,8 +144,8 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeArguments(NamedTuple):
-    """The parameters of `hopper_decode_kernel`. k_desc, v_desc: TMA descriptors of the caches; where it gathers, the
-    caches as int32."""
+    """The parameters of `hopper_decode_kernel`. `k_desc` and `v_desc` are the TMA descriptors of the caches. If the
+    kernel gathers, they are the caches as int32."""
 
     layer: Layer
     k_desc: Any
@@ -160,13 +161,13 @@ class DecodeArguments(NamedTuple):
     C: DecodeConstants
 
 
-# Numbers of a plan and of a launch, whose values Triton does not compile for: launches that run at once are then the
-# same code, and an SM's instruction cache holds it once.
+# Numbers of a plan and of a launch. Triton must not compile special code for their values: launches that run at the
+# same time then share their code, and an SM's instruction cache holds it once.
 UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
 class _Rows(NamedTuple):
-    """[64] each: the query token of a row, its partial slot, and whether the item has it."""
+    """The query token of each row [64], its partial slot, and whether the item has such a row (`used`)."""
 
     token: Any
     partial_slot: Any
@@ -175,8 +176,8 @@ class _Rows(NamedTuple):
 
 @gluon.jit
 def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.constexpr, T: gl.constexpr):
-    """Query rows [first, end) of the list to shared memory, and the scale of their logits: |scale|, or if rows are
-    scaled too (`as_float16`), one for each."""
+    """Copies queries [first, end) of the list to shared memory. Returns the scale of their logits: |scale|, or one
+    scale for each row if rows are scaled too (`as_float16`)."""
     m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.copy))
     used = first + m // C.group_size < end
     token = gl.load(queries + first + m // C.group_size, mask=used, other=0).to(gl.int64)
@@ -191,12 +192,12 @@ def _load_queries(q_tile, queries, first, end, kv_head, scale, layer, C: gl.cons
         scale = scale * gl.convert_layout(inverse, gl.SliceLayout(1, T.scores))
     q_tile.store(values)
     fence_async_shared()
-    return gl.maximum(scale, 1e-37)  # times 0 a masked score, which is infinite, would be NaN
+    return gl.maximum(scale, 1e-37)  # a masked score is infinite, and infinity times 0 is NaN
 
 
 @gluon.jit
 def _load_rows(tiles, first, end, query):
-    """What the epilogue must know of query rows [first, end) of the list."""
+    """Loads what the epilogue must know of queries [first, end) of the list."""
     used = first + query < end
     token = gl.load(tiles.queries + first + query, mask=used, other=0)
     return _Rows(token, gl.load(tiles.partial_slots + first + query, mask=used, other=_DIRECT), used)
@@ -204,7 +205,7 @@ def _load_rows(tiles, first, end, query):
 
 @gluon.jit
 def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.constexpr):
-    """Writes rows as partials, or to `layer.out` by way of the query tile's memory."""
+    """Writes rows as partials, or through the query tile's memory to `layer.out`."""
     v_scale = gl.load(layer.v_scale + kv_head)
     query_head = kv_head * C.group_size + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc)) % C.group_size
     write_partials(out, lse, rows.partial_slot, rows.used, query_head, layer, C, T)
@@ -229,15 +230,15 @@ def _epilogue(out, lse, rows, q_tile, layer, kv_head, C: gl.constexpr, T: gl.con
 
 @gluon.jit
 def _phase_begin(blocks, phase):
-    """The first block of a phase, in the order in which blocks are computed: phase 0 has the masked blocks that come
-    first, phase 1 the full ones, phase 2 the other masked ones. Block 0 is computed ahead of all phases."""
+    """Returns the first block of a phase, in the order in which blocks are computed. Phase 0 has the masked blocks that
+    come first, phase 1 the full ones, and phase 2 the other masked ones. Block 0 is computed ahead of all phases."""
     first_full, end_full = blocks.num_masked_first, blocks.num_masked_first + blocks.num_full
     return gl.where(phase == 0, 1, gl.maximum(gl.where(phase == 1, first_full, end_full), 1))
 
 
 @gluon.jit
 def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.constexpr):
-    """Consumer warpgroup: attention of the items."""
+    """Runs the consumer warpgroup, which computes the attention of the items."""
     MASK: gl.constexpr = mask_gathered if C.source == _GATHERED else mask_rows
     query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores)) // C.group_size
     index = 0
@@ -299,9 +300,10 @@ def hopper_decode_kernel(
     total_ctas,
     C: gl.constexpr,
 ):
-    """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers. first_cta:
-    of this launch, among all `total_ctas` of the launches that share the items."""
-    if not work.pdl.wait:  # it needs nothing of the launch ahead, but must not run beside it
+    """Computes the items of buckets first_bucket to last_bucket, which merge nothing. Each `*_size` is the number of
+    elements of an array. Several launches share the items: they have `total_ctas` CTAs, and this one begins with
+    `first_cta`."""
+    if not work.pdl.wait:  # it needs nothing from the launch ahead, but must not overlap it
         pdl_wait()
     if work.pdl.trigger:
         pdl_trigger()
@@ -317,7 +319,7 @@ def hopper_decode_kernel(
     if C.source == _LOADED:
         k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
     else:
-        ARRIVALS: gl.constexpr = 32 * T.num_producer_warps if C.kv_bytes == 2 else 1  # copies of each thread arrive
+        ARRIVALS: gl.constexpr = 32 * T.num_producer_warps if C.kv_bytes == 2 else 1  # each thread reports its copies
         kv = KvPipelines(allocate_words(dtype, ARRIVALS, T), allocate_words(dtype, ARRIVALS, T))
     q_tile = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
     if C.source == _LOADED:
@@ -354,18 +356,18 @@ def hopper_decode_kernel(
             [1, 1],
             [C.producer_registers, C.producer_registers],
         )
-    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch waits for those ahead of it
+    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch also waits for those ahead
         pdl_wait()
 
 
 def source_of(t: Tensors, geometry: Geometry) -> spec.Source:
-    """Where keys and values come from."""
+    """Returns where keys and values come from."""
     return spec.source_of(t.k_cache.element_size(), geometry.page_size)
 
 
 class Share(NamedTuple):
-    """One of several launches that share the items of some buckets. first_cta: of this launch, among `total_ctas` of
-    all."""
+    """One of several launches that share the items of some buckets. All together they have `total_ctas` CTAs, and this
+    one begins with `first_cta`."""
 
     first_cta: int
     total_ctas: int
@@ -373,7 +375,7 @@ class Share(NamedTuple):
 
 
 def arguments(t: Tensors, plan: GpuPlan, buckets: tuple[int, int], share: Share, return_lse: bool) -> DecodeArguments:
-    """The arguments of one launch, from the tensors of a layer and a plan. buckets: the first and the last."""
+    """Returns the arguments of one launch. `buckets` are the first and the last bucket that it computes."""
     g, source = plan.geometry, source_of(t, plan.geometry)
     layer, keys, values = _OF_LAYER[source](t)
     return DecodeArguments(
@@ -409,12 +411,12 @@ def arguments(t: Tensors, plan: GpuPlan, buckets: tuple[int, int], share: Share,
 
 
 def _of_gathered_layer(t: Tensors) -> tuple[Layer, torch.Tensor, torch.Tensor]:
-    """Values of the arguments `LAYER` where the kernel gathers."""
+    """Returns the values of the arguments `LAYER` if the kernel gathers."""
     return layer_of(t), as_words(t.k_cache), as_words(t.v_cache)
 
 
 def _of_widened_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
-    """Values of the arguments `LAYER` where the kernel widens."""
+    """Returns the values of the arguments `LAYER` if the kernel widens."""
     return layer_of(t), staged_descriptor(t.k_cache), staged_descriptor(t.v_cache)
 
 
@@ -428,11 +430,11 @@ _OF_LAYER: Final = MappingProxyType(
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """Launches of the items of the launch's buckets, for layers like `t`. With a window up to 15 tokens before it are
-    loaded and masked: they must be finite, as tokens of the sequence are.
+    """Binds the launches of the items of the launch's buckets, for layers like `t`. With a window, up to 15 tokens
+    before it are loaded and masked. They must be finite, as tokens of the sequence are.
 
-    A launch that spreads its items is several of a CTA an SM each, side by side; with one KV head they would cost more
-    than that saves. The first of them overlaps what is ahead, and the last triggers what comes next."""
+    A launch that spreads its items becomes several launches side by side, each with one CTA an SM. With one KV head
+    they would cost more than they save. The first overlaps what is ahead, and the last triggers what comes next."""
     source, grids, pdl = source_of(t, plan.geometry), [], options.pdl
     each_sm = (plan.card.num_sms,) * plan.tiles[launch.buckets[0]].ctas_per_sm
     spreads = launch.spread and plan.geometry.num_kv_heads > 1

@@ -1,5 +1,5 @@
-"""The producer warps of the Hopper decode kernel: keys and values of its items, in the order in which blocks are
-computed. Two warps load them by TMA, or more widen or gather them."""
+"""The producer warps of the Hopper decode kernel. They bring keys and values of its items in the order in which blocks
+are computed. Either two warps load them by TMA, or more warps widen or gather them."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
 
 
 class Tasks(NamedTuple):
-    """Tasks of a CTA. items: pointer to the first item."""
+    """Tasks of a CTA. `items` points to the first item."""
 
     items: Any
     num_tasks: Any
@@ -23,8 +23,8 @@ class Tasks(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of an item's keys: segments [first, end) in `count` blocks. `num_full` of them, the first, are seen by all
-    rows; num_masked_first of the masked others are computed before those."""
+    """Blocks of an item's keys: segments [first, end) in `count` blocks. All rows see the first `num_full` blocks, and
+    the others are masked. `num_masked_first` of the masked blocks are computed before the full ones."""
 
     first: Any
     end: Any
@@ -35,10 +35,11 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
-    """The blocks of an item.
+    """Returns the blocks of an item.
 
     Every other CTA computes the masked blocks first. Full blocks are shared by many items and come from the L2 cache,
-    masked blocks come from memory: so both are always at work, and the CTAs of an SM each at another."""
+    while masked blocks come from memory. This order keeps both busy all the time, and one CTA of an SM uses the cache
+    while the other uses memory."""
     BLOCK_SEGMENTS: gl.constexpr = T.block_n // C.segment_size
     start, shared_end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SHARED_END)
     end = gl.load(item + ITEM_SEGMENT_END)
@@ -50,21 +51,21 @@ def blocks_of(item, tasks, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def segment_of(blocks, nth, C: gl.constexpr, T: gl.constexpr):
-    """The first segment of the block that is computed as nth."""
+    """Returns the first segment of the block that is computed as the nth."""
     block = gl.where(nth < blocks.num_masked_first, blocks.num_full + nth, nth - blocks.num_masked_first)
     return blocks.first + block * (T.block_n // C.segment_size)
 
 
 @gluon.jit
 def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
-    """Producer warp of keys or of values."""
+    """Runs the producer warp of keys or of values."""
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         boxes = locate_boxes(segments, segment_of(blocks, 0, C, T), blocks.end, C, T.block_n)
         for nth in range(blocks.count):
-            # these loads overlap the waits below
+            # These loads overlap the waits below
             next_boxes = locate_boxes(segments, segment_of(blocks, nth + 1, C, T), blocks.end, C, T.block_n)
             load_block(desc, pipeline, index, boxes, task.kv_head, BAR_EMPTY, T)
             index += 1
@@ -73,8 +74,8 @@ def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.c
 
 @gluon.jit
 def widen_items(tasks, segments, k_desc, v_desc, staging, kv, C: gl.constexpr, T: gl.constexpr):
-    """Producer warps of keys and of values of 8 bits: TMA loads them two blocks ahead of those that are widened."""
-    ACROSS: gl.constexpr = min(T.head_dim // 8, 32)  # threads of a row, which read 8 bytes each and store 16
+    """Runs the producer warps of 8-bit keys and values. TMA loads two blocks ahead of the block that is widened."""
+    ACROSS: gl.constexpr = min(T.head_dim // 8, 32)  # threads of a row; each reads 8 bytes and stores 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32 // ACROSS, ACROSS], [T.num_producer_warps, 1], [1, 0])
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
@@ -100,13 +101,13 @@ def widen_items(tasks, segments, k_desc, v_desc, staging, kv, C: gl.constexpr, T
 
 @gluon.jit
 def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, T: gl.constexpr):
-    """Producer warps of keys and of values, which they gather. The places of tokens are known two blocks ahead, so that
-    no thread waits for them. 8-bit keys are on their way while values are stored, and the other way round."""
-    ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row, which load 16 bytes each
+    """Runs the producer warps that gather keys and values. They load the places of tokens two blocks ahead, so that no
+    thread waits for them. 8-bit keys are loaded while values are stored, and 8-bit values while keys are stored."""
+    ACROSS: gl.constexpr = T.head_dim * C.kv_bytes // 16  # threads of a row; each loads 16 bytes
     WARPS: gl.constexpr = T.num_producer_warps
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     PER_WORD: gl.constexpr = 4 // C.kv_bytes
-    ROWS: gl.constexpr = min(T.block_n, 2 * 32 * WARPS // ACROSS)  # that a thread has 32 bytes of
+    ROWS: gl.constexpr = min(T.block_n, 2 * 32 * WARPS // ACROSS)  # a thread has 32 bytes of them
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
@@ -137,6 +138,6 @@ def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, 
 
 @gluon.jit
 def _places_of(segments, blocks, nth, C: gl.constexpr, T: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The places of the block that is computed as nth; behind the last block there are none."""
+    """Returns the places of the block that is computed as the nth. Behind the last block there are none."""
     end = gl.where(nth < blocks.count, blocks.end, 0)
     return locate_rows(segments, segment_of(blocks, nth, C, T), end, C, T, ROWS, LAYOUT)

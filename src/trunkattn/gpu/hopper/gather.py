@@ -1,6 +1,6 @@
-"""Blocks of keys and of values that producer warps gather token by token, 16 bytes a thread: from pages that are too
-small for TMA. Rows of 16-bit numbers are copied to shared memory asynchronously, those of 8-bit numbers pass through
-registers and are widened on the way.
+"""Blocks of keys and of values that producer warps gather token by token, because pages are too small for TMA. Each
+thread reads 16 bytes at a time. Rows of 16-bit numbers are copied to shared memory asynchronously. Rows of 8-bit
+numbers pass through registers and are widened on the way.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from trunkattn.gpu.hopper.pipeline import producer_acquire
 from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_QUERIES
 
 _SEGMENT_COLUMNS, _SEGMENT_QUERIES = gl.constexpr(SEGMENT_COLUMNS), gl.constexpr(SEGMENT_QUERIES)
-# Names of Triton 3.9, and of 3.6
+# Triton 3.9 and Triton 3.6 have different names for this
 _async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 class HeadWords(NamedTuple):
-    """A KV head of a cache as int32. words: pointer to the head of the first token. Strides are in words."""
+    """A KV head of a cache, viewed as int32 words. `words` points to the head of the first token. Strides are in
+    words."""
 
     words: Any
     page_stride: Any
@@ -27,14 +28,14 @@ class HeadWords(NamedTuple):
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as the kernel gathers it, as int32."""
+    """Returns a view of a cache as int32, as the kernel gathers it."""
     return cache.view(torch.int32)
 
 
 @gluon.jit
 def locate_rows(segments, at, end, C: gl.constexpr, T: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The places in the cache of the tokens of a block that begins with segment `at`, ROWS at a time; -1 where there is
-    none."""
+    """Returns where the tokens of a block lie in the cache, as a tuple with `ROWS` places in each element. The block
+    begins with segment `at`. A row without a token has place -1."""
     places: gl.tuple = ()
     for i in gl.static_range(T.block_n // ROWS):
         row = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -58,8 +59,8 @@ def _addresses(cache, place, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.conste
 def copy_rows(
     pipeline, index, cache, places, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Acquires the stage of block `index` and starts to copy its 16-bit rows; zeros where there are none, for what lies
-    behind the last token may be NaN."""
+    """Acquires the stage of block `index` and starts to copy its 16-bit rows. Rows without a token are filled with
+    zeros, since what lies behind the last token may be NaN."""
     producer_acquire(index, BAR_EMPTY, T)
     stage = index % T.num_stages
     tile = pipeline.words.index(stage)
@@ -72,7 +73,7 @@ def copy_rows(
 
 @gluon.jit
 def load_rows(cache, places, C: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of a block as words, zeros where there are none."""
+    """Loads the rows of a block as words. Rows without a token are zeros."""
     rows: gl.tuple = ()
     for i in gl.static_range(len(places)):
         at = _addresses(cache, places[i], C, T, LAYOUT)

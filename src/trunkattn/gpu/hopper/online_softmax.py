@@ -24,14 +24,15 @@ _LN_2, _LOG2_E = gl.constexpr(LN_2), gl.constexpr(LOG2_E)
 
 
 class Part(NamedTuple):
-    """Dims of a head from `begin` on, a power of two."""
+    """A part of the dims of a head. It starts with dim `begin`, and its width is a power of two."""
 
     begin: int
     width: int
 
 
 class KeyPart(NamedTuple):
-    """Dims of a key that are multiplied at once: `width` from `begin` on of the part of its memory number `memory`."""
+    """Dims of a key that one product multiplies: `width` dims, which start with dim `begin` of part `memory` in shared
+    memory."""
 
     memory: int
     begin: int
@@ -39,13 +40,20 @@ class KeyPart(NamedTuple):
 
 
 class MainloopTile(NamedTuple):
-    """Constants of a main loop: those of its two pipelines, as in `PipelineShape`, and their empty barriers.
+    """Constants of a main loop. Fields that `PipelineShape` has, too, hold for both of its pipelines.
 
-    parts: of head_dim, which lie in memory one behind the other; tiles in memory are a tuple of them if there are
-    several. value_parts: those of values and outputs. key_parts: of a key, which are multiplied one after the other;
-    what is behind them is padding. mask_ahead: masks are computed while the product q·k runs, since they read memory,
-    and not behind it, which takes fewer registers. scores, acc: layouts of a block's scores and of the output. copy: of
-    a tile of queries or outputs, 16 bytes a thread, to and from memory."""
+    Attributes:
+        num_producer_warps: warps that fill one pipeline.
+        k_empty, v_empty: numbers of the empty barriers of stage 0.
+        mask_ahead: masks are computed while the product q·k runs, because they read memory. Otherwise they are computed
+            after it, which takes fewer registers.
+        parts: the parts of head_dim, which lie one behind the other in memory. A tile in memory is a tuple of parts if
+            there are several.
+        value_parts: the parts of values and outputs.
+        key_parts: the parts of a key, which are multiplied one after the other. What lies behind them is padding.
+        scores, acc: layouts of the scores of a block, and of the output.
+        copy: the layout in which a tile of queries or outputs is copied to and from memory, 16 bytes a thread.
+    """
 
     head_dim: int
     block_n: int
@@ -74,8 +82,9 @@ def mainloop_tile(
     value_dim: int | None = None,
     key_dim: int | None = None,
 ) -> MainloopTile:
-    """The constants of a main loop. num_producer_warps: that fill a pipeline; one does by TMA, several store.
-    value_dim: None for head_dim. key_dim: of a key without padding, in whole 8; None for head_dim."""
+    """Returns the constants of a main loop. One producer warp fills a pipeline by TMA; several write it with stores.
+    `value_dim` and `key_dim` are head_dim if they are None. `key_dim` is the width of a key without padding, a multiple
+    of 8."""
     value_dim = value_dim or head_dim
     parts, value_parts = _parts_of(head_dim), _parts_of(value_dim)
     k_empty, v_empty = BAR_K_EMPTY.value, BAR_V_EMPTY.value
@@ -106,27 +115,33 @@ def mainloop_tile(
 
 
 def _parts_of(dim: int) -> tuple[Part, ...]:
-    """The parts of a head of so many dims, in whole 16, the largest first."""
+    """Returns the parts of a head of `dim` dims, which is rounded up to a multiple of 16. The largest part comes
+    first."""
     whole = -(-dim // 16) * 16
     widths = [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
     return tuple(Part(sum(widths[:number]), width) for number, width in enumerate(widths))
 
 
 def _key_part(part: Part, memory: tuple[Part, ...]) -> KeyPart:
-    """Where a part of a key lies in memory, of which every part holds whole ones."""
+    """Returns where a part of a key lies. Each part in memory holds whole parts of a key."""
     number = max(number for number, place in enumerate(memory) if place.begin <= part.begin)
     return KeyPart(number, part.begin - memory[number].begin, part.width)
 
 
 def copy_layout(head_dim: int) -> gl.BlockedLayout:
-    """Returns the layout that copies [rows, head_dim] 16-bit numbers in four warps, 16 bytes a thread."""
+    """Returns the layout in which four warps copy [rows, head_dim] 16-bit numbers, 16 bytes a thread."""
     across = min(head_dim // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
 
 
 class AttentionState(NamedTuple):
-    """row_max, row_sum [64]; p [64, block_n]: of the last block, whose values acc does not have yet; acc: the output
-    before it is divided by row_sum, a tuple of its parts."""
+    """The state between two blocks.
+
+    Attributes:
+        row_max, row_sum: the maximum and the sum of each row [64].
+        p: the weights of the last block [64, block_n]. Their products with its values are not yet in acc.
+        acc: the output before it is divided by row_sum, as a tuple of parts.
+    """
 
     row_max: Any
     row_sum: Any
@@ -136,7 +151,7 @@ class AttentionState(NamedTuple):
 
 @gluon.jit
 def _columns(scale):
-    """A number for all scores, or one for each row of them."""
+    """Returns the scale in a shape that multiplies scores, whether it is one number or one for each row."""
     if scale.type.is_block():
         return scale[:, None]
     else:
@@ -145,8 +160,9 @@ def _columns(scale):
 
 @gluon.jit
 def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
-    """tanh(scale · scores / SOFT_CAP), in exp2: the capped logits, in units of the cap. scale: as of `softmax_step`.
-    One instruction divides, which is not for the smallest numbers: the divisor is 1 or more."""
+    """Returns tanh(scale · scores / SOFT_CAP), the capped logits in units of the cap, computed with exp2. `scale` is
+    the one of `softmax_step`. One approximate instruction divides. It treats the smallest numbers as 0, but the divisor
+    is always 1 or more."""
     divisor = 1.0 + gl.exp2(scores * _columns(scale * (2.0 * _LOG2_E / SOFT_CAP)))
     inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], gl.float32, True, 1)
     return 1.0 - 2.0 * inverse
@@ -154,8 +170,9 @@ def soft_capped(scores, scale, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. scale: of all
-    rows, or of each. SOFT_CAP: of the logits, which are then in base e before it; 0 for none."""
+    """Returns p of a block, the factor by which earlier sums shrink, and the new row_max and row_sum. `scale` is one
+    number for all rows, or one for each row. SOFT_CAP is the soft cap of logits, or 0 for none. With a soft cap the
+    scaled scores are in base e."""
     if SOFT_CAP > 0:
         scores = soft_capped(scores, scale, SOFT_CAP)
         scale = gl.to_tensor(SOFT_CAP * _LOG2_E)
@@ -177,7 +194,7 @@ def finalize(row_max, row_sum):
 
 @gluon.jit
 def part_of(tiles, PART: gl.constexpr, T: gl.constexpr):
-    """A part of tiles in memory."""
+    """Returns a part of tiles in memory."""
     if len(T.parts) == 1:
         return tiles
     else:
@@ -186,13 +203,13 @@ def part_of(tiles, PART: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _stage_of(pipeline, index, PART: gl.constexpr, T: gl.constexpr):
-    """A part of block `index` of a pipeline."""
+    """Returns a part of block `index` of a pipeline."""
     return part_of(pipeline.tiles, PART, T).index(index % T.num_stages)
 
 
 @gluon.jit
 def _add_part(scores, q_tile, kv, index, PART: gl.constexpr, T: gl.constexpr):
-    """Starts the product of one part of queries and keys. The first one is the beginning of the sum."""
+    """Starts the product of one part of queries and keys, which is added to the parts before it."""
     MEMORY: gl.constexpr = T.key_parts[PART].memory
     BEGIN: gl.constexpr = T.key_parts[PART].begin
     WIDTH: gl.constexpr = T.key_parts[PART].width
@@ -240,7 +257,8 @@ def _no_output(PART: gl.constexpr, T: gl.constexpr):
 def attend_first_block(
     q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
-    """The state after the scores of an item's first block, block `index` of the pipelines, which is always masked."""
+    """Computes the scores of an item's first block, which is always masked, and returns the state after it. It is block
+    `index` of the pipelines."""
     ACC: gl.constexpr = T.acc
     NUM_PARTS: gl.constexpr = len(T.value_parts)
     consumer_wait(kv.k, index, T)
@@ -266,10 +284,10 @@ def attend_first_block(
 def attend_block(
     state, q_tile, kv, index, has_next, scale, mask_fn: gl.constexpr, mask_args, C: gl.constexpr, T: gl.constexpr
 ):
-    """Adds block `index`, whose keys are there. mask_fn: None if every row sees every key.
+    """Adds block `index`, whose keys have been written. `mask_fn` is None if every row sees every key.
 
-    The wait for the keys of the next block stands before the wait for acc: its branch keeps ptxas from moving the
-    softmax behind the latter."""
+    The wait for the keys of the next block comes before the wait for acc. Its branch keeps ptxas from moving the
+    softmax behind the wait for acc."""
     scores = _start_scores(q_tile, kv, index, T)  # S = Q·Kᵀ
     MASK: gl.constexpr = mask_fn is not None
     mask = 0
@@ -294,7 +312,8 @@ def attend_block(
 
 @gluon.jit
 def finish_attention(state, kv, index, T: gl.constexpr):
-    """Adds the values of an item's last block, the one before block `index`. Returns the parts of outputs, and lse."""
+    """Adds the values of an item's last block, which is the one before block `index`. Returns the parts of the outputs,
+    and lse."""
     consumer_wait(kv.v, index - 1, T)
     NUM_PARTS: gl.constexpr = len(T.value_parts)
     acc = _add_values(state.acc, state.p, kv, index - 1, T)  # O += P·V
@@ -307,7 +326,7 @@ def finish_attention(state, kv, index, T: gl.constexpr):
 
 @gluon.jit
 def times_rows(parts, factor, T: gl.constexpr):
-    """The parts of outputs times a number of each row."""
+    """Returns the parts of outputs, with each row multiplied by its factor."""
     factor = _to_acc_layout(factor, T)[:, None]
     products: gl.tuple = ()
     for i in gl.static_range(len(T.value_parts)):
@@ -317,18 +336,20 @@ def times_rows(parts, factor, T: gl.constexpr):
 
 @gluon.jit
 def _to_acc_layout(rows, T: gl.constexpr):
-    """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
+    """Converts a number of each row to the layout of the output. Both layouts give a thread the same rows, so no data
+    moves."""
     return gl.convert_layout(rows, gl.SliceLayout(1, T.acc))
 
 
 @gluon.jit
 def to_scores_layout(rows, T: gl.constexpr):
-    """Returns a number of each row in the layout of the scores; the inverse of `_to_acc_layout`, and as cheap."""
+    """Converts a number of each row to the layout of the scores. This is the inverse of `_to_acc_layout`, and as
+    cheap."""
     return gl.convert_layout(rows, gl.SliceLayout(1, T.scores))
 
 
 @gluon.jit
 def sink_divisor(lse, sinks, used):
-    """What the outputs of rows are divided by that have a sink each: one more logit without a value."""
+    """Returns the divisor of the outputs of rows with sinks. A sink is one more logit that has no value."""
     sink = gl.load(sinks, mask=used, other=0.0)
     return 1.0 + gl.exp2((sink - lse) * _LOG2_E)

@@ -1,10 +1,10 @@
 """Prefill on Hopper over a paged cache, warp specialized, in Gluon: FlashAttention-3's design.
 
-A CTA computes work items of up to 128 rows, (query token, head of the group) pairs, for one KV head each. Two producer
-warps load blocks of keys and of values by TMA, a box per 16 tokens of a page and 64 dims; two consumer warpgroups of 64
-rows compute. While a warpgroup computes the softmax of a block, the tensor cores work on its product with the values of
-the block before and on the other warpgroup's products. Blocks are taken from the last to the first, so that the few
-that need a mask come before all others.
+A CTA computes work items of up to 128 rows for one KV head each. A row is a (query token, head of the group) pair. Two
+producer warps load blocks of keys and of values by TMA; a TMA box has 16 tokens of a page and 64 dims. Two consumer
+warpgroups compute 64 rows each. While a warpgroup computes the softmax of a block, the tensor cores compute the product
+p·v of the block before, and the products of the other warpgroup. Blocks are computed from the last to the first, so
+that the few blocks that need a mask come first.
 """
 
 from types import MappingProxyType
@@ -61,7 +61,7 @@ from trunkattn.planner.work_list import (
     UNLIMITED,
 )
 
-REGISTERS: Final = MappingProxyType({1: 168, 2: 80})  # of a thread at launch, by CTAs that share an SM
+REGISTERS: Final = MappingProxyType({1: 168, 2: 80})  # of each thread at launch, by the number of CTAs of an SM
 _BLOCK_TOKENS: Final = MappingProxyType({64: 128, 128: 128, 256: 64})  # keys of a block, by head_dim
 _SHARED_SM_BLOCK_TOKENS: Final = 64  # the same where two CTAs share an SM
 _CONSUMER_REGISTERS, _SHARED_SM_CONSUMER_REGISTERS = gl.constexpr(240), gl.constexpr(104)
@@ -72,7 +72,7 @@ _NEVER = gl.constexpr(2**30)  # a position that no row reaches
 
 
 def _prefill_tile(head_dim: int, block_n: int) -> MainloopTile:
-    """The constants of the main loop for heads of 64, 128 or 256, and blocks of `block_n` keys."""
+    """Returns the constants of the main loop for heads of 64, 128 or 256, and blocks of `block_n` keys."""
     return mainloop_tile(head_dim, block_n, num_stages=2, num_consumer_warps=8, mask_ahead=False)
 
 
@@ -81,7 +81,8 @@ TILE_64_SHARED_SM = gl.constexpr(_prefill_tile(64, _SHARED_SM_BLOCK_TOKENS))
 
 
 class PrefillConstants(NamedTuple):
-    """What the kernel is compiled for. ctas_per_sm: as of a tile. soft_cap: of logits, 0 for none."""
+    """What the kernel is compiled for. `ctas_per_sm` is that of the tile. `soft_cap` is the soft cap of logits, or 0
+    for none."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -97,7 +98,7 @@ class PrefillConstants(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Arrays of a `ChunkList` on the device. table_stride: columns of the block table."""
+    """Arrays of a `ChunkList` on the device. `table_stride` is the number of columns of the block table."""
 
     items: Any
     block_table: Any
@@ -107,8 +108,8 @@ class Chunks(NamedTuple):
 
 
 class PrefillWork(NamedTuple):
-    """The arrays of a plan. num_items [1]: items as `even_rounds` orders them. positions [T]: of query tokens in their
-    sequences. window: tokens, 2^31 - 1 for all."""
+    """The arrays of a plan. `num_items` [1] counts the items, which `even_rounds` has ordered. `positions` [T] are
+    those of query tokens in their sequences. `window` is in tokens, and 2^31 - 1 hides nothing."""
 
     chunks: Chunks
     num_items: Any
@@ -127,14 +128,14 @@ class PrefillArguments(NamedTuple):
 
 
 class ChunkMemory(NamedTuple):
-    """Shared memory of a CTA. q_tiles [2, 64, head_dim]."""
+    """Shared memory of a CTA: the queries of both warpgroups, `q_tiles` [2, 64, head_dim], and the pipelines."""
 
     q_tiles: Any
     kv: KvPipelines
 
 
 class _KvRange(NamedTuple):
-    """Tokens [first, end) of an item, in blocks from the first token of a box."""
+    """Tokens [first, end) of an item, in `num_blocks` blocks. `first` is the first token of a TMA box."""
 
     first: Any
     end: Any
@@ -142,8 +143,8 @@ class _KvRange(NamedTuple):
 
 
 class _MaskArgs(NamedTuple):
-    """A block that begins with token `first`; its keys end at `end`. Each row sees the keys from window_start [64] to
-    position [64]."""
+    """What the mask of a block depends on. The block begins with token `first`, and the item's keys end at `end`. Each
+    row sees the keys from `window_start` [64] to `position` [64]."""
 
     first: Any
     end: Any
@@ -152,7 +153,8 @@ class _MaskArgs(NamedTuple):
 
 
 class _QueryRows(NamedTuple):
-    """The rows of a warpgroup. entry: into the lists of queries and slots. used: whether the item has the row."""
+    """The rows of a warpgroup. `entry` is the row's index in the lists of queries and slots. `used` says whether the
+    item has such a row."""
 
     entry: Any
     token: Any
@@ -168,9 +170,11 @@ def _kv_range(item, T: gl.constexpr):
 
 @gluon.jit
 def _locate_boxes(pages, first, end, CUT: gl.constexpr, PAGE_SIZE: gl.constexpr, T: gl.constexpr):
-    """The TMA boxes of the block at token `first`. CUT: the block may reach beyond `end`. A box that `end` cuts is then
-    read up to there, from as many tokens before; a box beyond `end` lies where TMA fills in 0. What the cache holds
-    beyond `end` may be NaN, and is never read as a value."""
+    """Returns the TMA boxes of the block that begins with token `first`.
+
+    What the cache holds beyond `end` may be NaN, and is never read as a value. `CUT` says that the block may reach
+    beyond `end`. A box that `end` cuts then begins earlier, so that it ends there. A box beyond `end` lies outside the
+    cache, where TMA fills in zeros."""
     BOXES: gl.constexpr = T.block_n // BOX_TOKENS
     page: gl.tuple = ()
     begin: gl.tuple = ()
@@ -187,7 +191,7 @@ def _locate_boxes(pages, first, end, CUT: gl.constexpr, PAGE_SIZE: gl.constexpr,
 
 @gluon.jit
 def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
-    """Producer warp of keys or of values: blocks of each item from the last to the first."""
+    """Runs the producer warp of keys or of values, which loads the blocks of each item from the last to the first."""
     index = 0
     for turn in range(gl.program_id(0), num_tasks, gl.num_programs(0)):
         task = scheduled_task(chunks.items, turn, gl.program_id(0), gl.num_programs(0), num_tasks, C.num_kv_heads)
@@ -206,7 +210,7 @@ def produce_chunks(chunks, num_tasks, desc, pipeline, BAR_EMPTY: gl.constexpr, C
 
 @gluon.jit
 def _mask(args, CUT: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block. CUT: see `_locate_boxes`."""
+    """Returns which row sees which key of a block, [64, block_n]. `_locate_boxes` explains `CUT`."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     origin = 0 if C.windowed else args.first  # keys are counted from there
     key = args.first - origin + n
@@ -232,7 +236,7 @@ def _mask_block(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _rows_of(m, first_query, end_query, kv_head, chunks, C: gl.constexpr):
-    """Rows m of an item whose queries are [first_query, end_query) of the list."""
+    """Returns rows m of an item whose queries are [first_query, end_query) of the list."""
     entry = first_query + m // C.group_size
     used = entry < end_query
     token = gl.load(chunks.queries + entry, mask=used, other=0)
@@ -241,7 +245,8 @@ def _rows_of(m, first_query, end_query, kv_head, chunks, C: gl.constexpr):
 
 @gluon.jit
 def _load_queries(q_tile, rows, scale, layer, T: gl.constexpr):
-    """Query rows to shared memory, for keys whose logits are multiplied by |scale|."""
+    """Copies query rows to shared memory. They are negated if the scale is negative, because the main loop multiplies
+    logits by |scale|."""
     d = gl.arange(0, T.head_dim, gl.SliceLayout(0, T.copy))[None, :]
     at = (row_offset(rows.token, layer.q_token_stride) + rows.query_head * layer.q_head_stride)[:, None] + d
     values = gl.load(layer.q + at, mask=rows.used[:, None], other=0.0)
@@ -251,15 +256,15 @@ def _load_queries(q_tile, rows, scale, layer, T: gl.constexpr):
 
 @gluon.jit
 def _first_full_block(kv, position, T: gl.constexpr):
-    """Blocks before this one are seen by all rows, but for a window; at most all but the last."""
+    """Returns how many blocks, the first ones, all rows would see without a window. The last block never counts."""
     seen_by_all = gl.maximum(gl.minimum(kv.end, gl.min(position, 0) + 1) - kv.first, 0)
     return gl.minimum(seen_by_all // T.block_n, kv.num_blocks - 1)
 
 
 @gluon.jit
 def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.constexpr, T: gl.constexpr):
-    """Writes rows as partials, or to `layer.out` by way of the query tile's memory. copy_rows: in the layout of that
-    copy."""
+    """Writes rows as partials, or through the query tile's memory to `layer.out`. `copy_rows` are the same rows in the
+    layout of that copy."""
     COPY: gl.constexpr = T.copy
     partial_slot = gl.load(chunks.partial_slots + rows.entry, mask=rows.used, other=_DIRECT)
     write_partials(out, lse, partial_slot, rows.used, rows.query_head, layer, C, T)
@@ -282,7 +287,7 @@ def _epilogue(out, lse, rows, copy_rows, q_tile, layer, chunks, v_scale, C: gl.c
 def consume_chunks(
     WARPGROUP: gl.constexpr, chunks, num_tasks, positions, layer, window, memory, C: gl.constexpr, T: gl.constexpr
 ):
-    """Consumer warpgroup 0 or 1: attention of 64 rows of each item."""
+    """Runs consumer warpgroup 0 or 1, which computes the attention of 64 rows of each item."""
     kv_pipelines = memory.kv
     q_tile = memory.q_tiles.index(WARPGROUP)
     m = WARPGROUP * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.acc))
@@ -295,7 +300,7 @@ def consume_chunks(
         scale = gl.load(layer.logit_scale + task.kv_head)
         copy_rows = _rows_of(copy_m, first_query, end_query, task.kv_head, chunks, C)
         _load_queries(q_tile, copy_rows, scale, layer, T)
-        scale = gl.maximum(gl.abs(scale), 1e-37)  # times 0 a masked score, which is infinite, would be NaN
+        scale = gl.maximum(gl.abs(scale), 1e-37)  # a masked score is infinite, and infinity times 0 is NaN
         rows = _rows_of(m, first_query, end_query, task.kv_head, chunks, C)
         position = gl.load(positions + rows.token, mask=rows.used, other=_NEVER - 1)
 
@@ -332,7 +337,7 @@ def consume_chunks(
 
 @gluon.jit
 def allocate_chunk_memory(k_desc, v_desc, T: gl.constexpr):
-    """Shared memory, with all stages of the pipelines empty."""
+    """Allocates the shared memory. All stages of the pipelines are empty."""
     k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, WARPGROUP_ROWS, T.head_dim], SWIZZLED)
     return ChunkMemory(q_tiles, KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T)))
@@ -340,7 +345,7 @@ def allocate_chunk_memory(k_desc, v_desc, T: gl.constexpr):
 
 @gluon.jit
 def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
-    """The items of prompt chunks."""
+    """Computes the items of prompt chunks."""
     if C.pdl_trigger:
         pdl_trigger()
     chunks, positions, window = work.chunks, work.positions, work.window
@@ -363,7 +368,7 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def chunks_of(chunks: ChunkArrays) -> Chunks:
-    """The arrays of a plan's prompt chunks."""
+    """Returns the arrays of a plan's prompt chunks."""
     arrays = chunks.arrays
     return Chunks(
         items=arrays["items"],
@@ -375,7 +380,7 @@ def chunks_of(chunks: ChunkArrays) -> Chunks:
 
 
 def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillArguments:
-    """The arguments of a launch, from the tensors of a layer, a plan, and options."""
+    """Returns the arguments of a launch, from the tensors of a layer, a plan, and options."""
     assert plan.chunks
     arrays, g = plan.arrays, plan.geometry
     k_desc, v_desc = tma_descriptors(t)
@@ -406,10 +411,11 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the items of prompt chunks, for layers like `t`. It is the first of a plan, and waits for nothing.
+    """Binds the launch of the items of prompt chunks, for layers like `t`. It is the first launch of a plan and waits
+    for nothing.
 
-    Without a window an item's KV_START is a multiple of 16, as cuts of packs are. With one, up to 15 tokens before it
-    are loaded and masked: they must be finite, as tokens of the sequence are."""
+    Without a window the KV_START of an item is a multiple of 16, as cuts of packs are. With a window, up to 15 tokens
+    before it are loaded and masked. They must be finite, as tokens of the sequence are."""
     assert plan.chunks
     registers = REGISTERS[plan.chunks.tile.ctas_per_sm]
     given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()

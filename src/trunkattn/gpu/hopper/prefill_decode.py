@@ -1,14 +1,14 @@
-"""Prompt chunks and decodes in one launch on Hopper: each SM computes both at once. The POD kernel, in Gluon
-(POD-Attention, section 4, https://arxiv.org/abs/2410.18038).
+"""Prompt chunks and decodes in one launch on Hopper, so that each SM computes both at the same time. This is the kernel
+of POD-Attention, in Gluon (section 4 of https://arxiv.org/abs/2410.18038).
 
-POD's kernel gives an SM several CTAs, and a ticket decides which of them prefill and which decode. On Hopper a CTA that
-prefills at full speed fills an SM, so here the warps of one CTA are specialized: two warpgroups compute prompt chunks
-as in `prefill`, a third one decodes, and three producer warps load the chunks' keys, the chunks' values, and both for
-the decodes. Tensor cores are busy with the chunks, memory with the decodes.
+POD's own kernel gives an SM several CTAs, and a ticket decides which of them prefill and which decode. On Hopper a CTA
+that prefills at full speed fills an SM. So here the warps of one CTA are specialized: two warpgroups compute prompt
+chunks as in `prefill`, and a third one decodes. Two producer warps load the keys and the values of the chunks, and a
+third one loads both for the decodes. The chunks keep the tensor cores busy, and the decodes keep memory busy.
 
-Decoding takes few of the CTA's registers and little of its time because operands are swapped: keys and values, of which
-there are many, are the rows of the matrix products, and the query rows, 8 or 16, the columns. Each of the four warps
-has 16 of a block's 64 keys, so that the warps synchronize to know its maximum: see `_attend_block`.
+Decoding takes few of the CTA's registers and little of its time, because operands are swapped. Keys and values, of
+which there are many, are the rows of the matrix products. The 8 or 16 query rows are the columns. Each of the four
+warps has 16 of a block's 64 keys, so the warps must synchronize to know the maximum of the block: see `_attend_block`.
 """
 
 from typing import Any, Final, NamedTuple
@@ -64,11 +64,11 @@ from trunkattn.numerics import LOG2_E
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
-CHUNK_REGISTERS = gl.constexpr(208)  # of threads that compute chunks, then
-DECODE_REGISTERS = gl.constexpr(72)
-_NARROW_ROWS = gl.constexpr(spec.BOTH_NARROW_ROWS)  # of a decode tile, in whole groups
+CHUNK_REGISTERS = gl.constexpr(208)  # of each thread that computes chunks, after the launch
+DECODE_REGISTERS = gl.constexpr(72)  # of each thread that decodes
+_NARROW_ROWS = gl.constexpr(spec.BOTH_NARROW_ROWS)  # rows of a decode tile, which holds whole groups
 _WIDE_ROWS = gl.constexpr(spec.BOTH_ROWS)
-# Three stages of 16 KiB, each for the keys or for the values of a block: most of what the chunks' pipelines leave
+# Three stages of 16 KiB, each for the keys or for the values of a block, take most of the memory that chunks leave
 _SHAPE: Final = PipelineShape(
     spec.BOTH_HEAD_DIM, BLOCK_TOKENS.value, num_stages=3, num_threads=128 + 32, empty=BAR_KV_EMPTY
 )
@@ -94,8 +94,8 @@ _WIDE_P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
 
 
 class PrefillDecodeConstants(NamedTuple):
-    """What the kernel is compiled for: the fields of `DecodeConstants`, and of `PrefillConstants` but `ctas_per_sm`,
-    which is 1."""
+    """What the kernel is compiled for: fields of `DecodeConstants` and of `PrefillConstants`. `ctas_per_sm` is missing,
+    because it is always 1."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -112,8 +112,15 @@ class PrefillDecodeConstants(NamedTuple):
 
 
 class PrefillDecodeWork(NamedTuple):
-    """The arrays of a plan: num_chunk_items [1] items of prompt chunks, and items [first, last) of the tile list, which
-    merge nothing; item_range [3] is first, last and the most queries of one. window: tokens, 2^31 - 1 for all."""
+    """The arrays of a plan.
+
+    Attributes:
+        chunks: prompt chunks.
+        num_chunk_items: how many items they have [1].
+        tiles: the tile list. The launch computes its items [first, last), which merge nothing.
+        item_range: first, last, and the largest number of queries of one of these items [3].
+        window: in tokens; 2^31 - 1 hides nothing.
+    """
 
     chunks: Chunks
     num_chunk_items: Any
@@ -133,8 +140,8 @@ class PrefillDecodeArguments(NamedTuple):
 
 
 class _DecodeMemory(NamedTuple):
-    """Shared memory of a decode tile: queries [rows, 128], p of a block [64, rows], the maxima of each warp's keys [4,
-    rows]."""
+    """Shared memory of a decode tile: the queries [rows, 128], p of a block [64, rows], and the maxima of each warp's
+    keys [4, rows]."""
 
     q_tile: Any
     p_tile: Any
@@ -142,8 +149,9 @@ class _DecodeMemory(NamedTuple):
 
 
 class _DecodeState(NamedTuple):
-    """acc [128, rows]: the output before it is divided by the sums. row_max [rows]: what exponents are relative to.
-    row_sum [64, rows]: in parts, which are added up at the end."""
+    """The state between two blocks. `acc` [128, rows] is the output before it is divided by the sums. Exponents are
+    relative to `row_max` [rows]. The sums are kept in 64 parts, `row_sum` [64, rows], which are added up at the
+    end."""
 
     acc: Any
     row_max: Any
@@ -151,7 +159,7 @@ class _DecodeState(NamedTuple):
 
 
 class _Tasks(NamedTuple):
-    """Tasks of a kind. items: pointer to the first item."""
+    """The decode tasks. `items` points to the first item."""
 
     items: Any
     num_tasks: Any
@@ -159,14 +167,14 @@ class _Tasks(NamedTuple):
 
 @gluon.jit
 def _first_task():
-    """The first decode task of this CTA, which takes every num_programs-th: the last CTA, which may have fewer chunks,
-    takes the heaviest."""
+    """Returns the first decode task of this CTA, which then takes every num_programs-th task. The last CTA takes the
+    heaviest task, because it may have fewer chunks."""
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @gluon.jit
 def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.constexpr):
-    """Producer warp of the decodes: of each block the keys, then the values."""
+    """Runs the producer warp of the decodes. It loads the keys of a block, then its values."""
     BLOCK_SEGMENTS: gl.constexpr = S.block_n // C.segment_size
     index = 0
     for task in range(_first_task(), tasks.num_tasks, gl.num_programs(0)):
@@ -174,7 +182,7 @@ def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.c
         start, end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SEGMENT_END)
         boxes = locate_boxes(segments, start, end, C, S.block_n)
         for at in range(start, end, BLOCK_SEGMENTS):
-            # these loads overlap the waits below
+            # These loads overlap the waits below
             next_boxes = locate_boxes(segments, at + BLOCK_SEGMENTS, end, C, S.block_n)
             load_block(k_desc, pipeline, index, boxes, kv_head, S.empty, S)
             load_block(v_desc, pipeline, index + 1, boxes, kv_head, S.empty, S)
@@ -184,8 +192,8 @@ def _produce(tasks, segments, k_desc, v_desc, pipeline, C: gl.constexpr, S: gl.c
 
 @gluon.jit
 def _warp_any(flag):
-    """Whether any thread of the warp has `flag` set: uniform in the warp, so that ptxas knows that a branch on it does
-    not diverge."""
+    """Whether any thread of the warp has `flag` set. The result is the same in the whole warp, and ptxas knows this, so
+    that a branch on it does not diverge."""
     return gl.inline_asm_elementwise(_VOTE_ANY, "=r,r", [flag.to(gl.int32)], gl.int32, False, 1) != 0
 
 
@@ -202,13 +210,13 @@ def _attend_block(
     C: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Adds a block, whose keys are block `index` of the pipeline and whose values are the next.
+    """Adds a block. Its keys are block `index` of the pipeline, and its values are the next one.
 
         s = scale · k·qᵀ    p = exp2(s - m)    row_sum += p    acc += vᵀ·p
 
-    m, the maximum before the block, is known to all warps without waiting, and p stands unless some row has its maximum
-    in the block, new_max > m + 8. Then m = max(m, new_max), p is computed again, and acc and row_sum are rescaled by
-    exp2(old m - m). So the warps exchange p and their maxima at one barrier."""
+    m is the maximum before the block, which all warps know without waiting. This p is kept unless the block's maximum
+    of some row is much larger: new_max > m + 8. In that case m becomes max(m, new_max), p is computed again, and acc
+    and row_sum are multiplied by exp2(old m - new m). So the warps exchange p and their maxima at a single barrier."""
     ROWS: gl.constexpr = memory.p_tile.shape[1]
     BLOCK_N: gl.constexpr = S.block_n
     acc, row_max, row_sum = state
@@ -234,7 +242,7 @@ def _attend_block(
         p = gl.exp2(scores - new_max[None, :])
         memory.p_tile.store(p.to(memory.p_tile.dtype))
         fence_async_shared()
-        warps_sync()  # here, or Triton synchronizes the warps behind the branch, which few blocks take
+        warps_sync()  # otherwise Triton synchronizes after the branch, which few blocks take
         rescale = gl.exp2(row_max - new_max)[None, :]
         acc, row_sum, row_max = acc * rescale, row_sum * rescale, new_max
     consumer_wait(pipeline, index + 1, S)
@@ -247,7 +255,7 @@ def _attend_block(
 
 @gluon.jit
 def _load_queries(q_tile, queries, first_query, end_query, kv_head, layer, C: gl.constexpr):
-    """Query rows [first_query, end_query) of the list to shared memory."""
+    """Copies queries [first_query, end_query) of the list to shared memory."""
     m = gl.arange(0, q_tile.shape[0], gl.SliceLayout(1, _COPY))
     d = gl.arange(0, _HEAD_DIM, gl.SliceLayout(0, _COPY))[None, :]
     used = first_query + m // C.group_size < end_query
@@ -256,12 +264,12 @@ def _load_queries(q_tile, queries, first_query, end_query, kv_head, layer, C: gl
     at = (row_offset(token, layer.q_token_stride) + query_head * layer.q_head_stride)[:, None] + d
     q_tile.store(gl.load(layer.q + at, mask=used[:, None], other=0.0))
     fence_async_shared()
-    warps_sync()  # here, or Triton synchronizes the warps in every block for it
+    warps_sync()  # otherwise Triton synchronizes the warps in every block
 
 
 @gluon.jit
 def _compute(tasks, tiles, layer, window, memory, pipeline, ACC: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
-    """Attention of items of at most as many rows as memory has."""
+    """Computes the attention of items. None has more rows than the tile in `memory`."""
     ROWS: gl.constexpr = memory.q_tile.shape[0]
     BLOCK_SEGMENTS: gl.constexpr = S.block_n // C.segment_size
     m = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
@@ -321,7 +329,8 @@ def _epilogue(state, tiles, first_query, used, kv_head, v_scale, layer, ACC: gl.
 
 @gluon.jit
 def _consume(max_queries, tasks, tiles, layer, window, narrow, wide, pipeline, C: gl.constexpr, S: gl.constexpr):
-    """Consumer warpgroup of the decodes: in tiles of 8 rows if no item has more. max_queries: of an item."""
+    """Runs the consumer warpgroup of the decodes. It uses tiles of 8 rows if no item has more. `max_queries` is the
+    largest number of queries of an item."""
     if max_queries * C.group_size <= _NARROW_ROWS:
         _compute(tasks, tiles, layer, window, narrow, pipeline, _NARROW_ACC, C, S)
     else:
@@ -337,7 +346,7 @@ def _allocate_decode_memory(dtype: gl.constexpr, ROWS: gl.constexpr, P: gl.const
 
 @gluon.jit
 def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
-    """The items of prompt chunks, and some of the tile list."""
+    """Computes the items of prompt chunks, and some items of the tile list."""
     if C.pdl_trigger:
         pdl_trigger()
     chunks, tiles, window = work.chunks, work.tiles, work.window
@@ -366,7 +375,7 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
 
 
 def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillDecodeArguments:
-    """The arguments of a launch, from the tensors of a layer, a plan, and options."""
+    """Returns the arguments of a launch, from the tensors of a layer, a plan, and options."""
     assert plan.chunks
     arrays, g = plan.arrays, plan.geometry
     k_desc, v_desc = tma_descriptors(t)
@@ -399,7 +408,8 @@ def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) ->
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like `t`."""
+    """Binds the launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like
+    `t`."""
     given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
     given |= {"num_warps": 4, "maxnreg": REGISTERS}
     return BoundLaunches(hopper_prefill_decode_kernel, [Grid(launch.num_ctas, given)], LAYER, of_layer)

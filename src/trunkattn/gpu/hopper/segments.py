@@ -1,7 +1,7 @@
 """Row tiles as the Hopper kernels read them: the arrays of a `TileList`, its segments, and where TMA finds tokens.
 
-A segment is a stretch of tokens that lie together in one page. Items list their segments, each with the item's queries
-that see it; a block is as many whole segments as hold its tokens.
+A segment is a stretch of tokens that lie together in one page. An item lists its segments, and with each segment the
+item's queries that see it. A block consists of whole segments.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from trunkattn.planner.work_list import (
 )
 
 BLOCK_TOKENS = gl.constexpr(spec.BOTH_KEYS)
-# Columns of an item: its segments [start, end); those before shared_end are whole and seen by all of its queries
+# Columns of an item, which has segments [start, end). Those before shared_end are whole and seen by all of its queries.
 ITEM_SEGMENT_START, ITEM_SHARED_END = gl.constexpr(SEGMENT_START), gl.constexpr(SEGMENT_SHARED_END)
 ITEM_SEGMENT_END = gl.constexpr(SEGMENT_END)
-# Columns of a segment, whose first one is the place of its first token in the cache
+# Columns of a segment. Column 0 is the place of its first token in the cache.
 _SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexpr(SEGMENT_POSITION)
 _SEGMENT_COLUMNS = gl.constexpr(SEGMENT_COLUMNS)
 
@@ -42,8 +42,9 @@ class RowTiles(NamedTuple):
 
 
 class BlockMask(NamedTuple):
-    """What the mask of a block depends on. The block begins with segment `at`; the item's segments end at `end`. query,
-    position [rows]: of each row, the query's place in the item and in its sequence. window: tokens."""
+    """What the mask of a block depends on. The block begins with segment `at`, and the item's segments end at `end`.
+    `query` and `position` [rows] say where each row's query stands in the item and in its sequence. `window` is in
+    tokens."""
 
     segments: Any
     at: Any
@@ -55,8 +56,9 @@ class BlockMask(NamedTuple):
 
 @gluon.jit
 def locate_boxes(segments, at, end, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The TMA boxes of a block that begins with segment `at`. A box of fewer tokens than 16 ends where they end: it
-    begins with tokens before them or in what TMA sets to 0, since what lies behind them may be NaN."""
+    """Returns the TMA boxes of a block that begins with segment `at`. A box with fewer than 16 tokens ends with the
+    last of them, since what lies behind it may be NaN. The box is filled up with tokens that come before, or with zeros
+    from TMA."""
     page: gl.tuple = ()
     token: gl.tuple = ()
     for i in gl.static_range(BLOCK_N // BOX_TOKENS):
@@ -73,7 +75,7 @@ def locate_boxes(segments, at, end, C: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
-    """[rows, block_n] which row sees which key of a block."""
+    """Returns which row sees which key of a block, [rows, block_n]."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     if C.masked:
         return _mask_stretches(args, n, C, T)
@@ -83,7 +85,8 @@ def mask_rows(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _load_box(args, i, C: gl.constexpr):
-    """Where box i of a block has its segment, the segment's queries, and how many tokens the box has of it."""
+    """Returns a pointer to the segment of box `i` of a block, the segment's column of queries and tokens, and how many
+    of its tokens are in the box."""
     index = args.at + i * BOX_TOKENS // C.segment_size
     segment = args.segments + index * _SEGMENT_COLUMNS
     packed = gl.load(segment + _SEGMENT_QUERIES, mask=index < args.end, other=0)
@@ -93,8 +96,8 @@ def _load_box(args, i, C: gl.constexpr):
 
 @gluon.jit
 def _mask_boxes(args, n, C: gl.constexpr, T: gl.constexpr):
-    """The mask where a row sees all keys of a box, or none."""
-    boxes_seen = args.query * 0  # a bit for each box of which a row's query sees keys
+    """Returns the mask if a row sees either all keys of a box or none."""
+    boxes_seen = args.query * 0  # one bit for each box that the row's query sees
     place = n * 0  # which token of its box a key is, plus BOX_TOKENS: a box ends with its last token
     for i in gl.static_range(T.block_n // BOX_TOKENS):
         _, packed, tokens = _load_box(args, i, C)
@@ -106,10 +109,10 @@ def _mask_boxes(args, n, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _mask_stretches(args, n, C: gl.constexpr, T: gl.constexpr):
-    """The mask where a row's position and the window matter, too: of each box a row sees one stretch of keys. What
-    depends on the box alone is found once for all of its keys, and two comparisons decide on a key: the mask takes few
-    registers."""
-    place = n % BOX_TOKENS - BOX_TOKENS  # of a key, from the end of its box, which is that of its last token
+    """Returns the mask if a row's position and the window matter, too. A row then sees one stretch of keys in each box.
+    Whatever is the same for all keys of a box is computed once, and two comparisons decide on each key, so that the
+    mask takes few registers."""
+    place = n % BOX_TOKENS - BOX_TOKENS  # of a key, relative to the end of its box, where its last token ends
     before = args.query[:, None] * 0 + (n * 0)[None, :]  # a row sees the keys behind this place
     until = before  # up to this one
     for i in gl.static_range(T.block_n // BOX_TOKENS):
@@ -128,7 +131,8 @@ def _mask_stretches(args, n, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def mask_gathered(args, C: gl.constexpr, T: gl.constexpr):
-    """[rows, block_n] which row sees which key of a block whose tokens lie as the segments have them."""
+    """Returns which row sees which key of a gathered block, [rows, block_n]. Its tokens lie in the order of the
+    segments."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     index = args.at + n // C.segment_size
     segment = args.segments + index * _SEGMENT_COLUMNS
@@ -144,7 +148,7 @@ def mask_gathered(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
-    """[BLOCK_TOKENS, rows] which row sees which key of a block. ACC: layout of the mask."""
+    """Returns which row sees which key of a block, [BLOCK_TOKENS, rows], in the layout `ACC`."""
     n = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, ACC))
     index = args.at + n // C.segment_size
     segment = args.segments + index * _SEGMENT_COLUMNS
@@ -162,7 +166,7 @@ def mask_columns(args, ACC: gl.constexpr, C: gl.constexpr):
 
 
 def row_tiles_of(plan: GpuPlan) -> RowTiles:
-    """The arrays of a plan's tile list."""
+    """Returns the arrays of a plan's tile list."""
     arrays = plan.arrays
     return RowTiles(
         arrays["items"], arrays["segments"], arrays["queries"], arrays["partial_slots"], arrays["positions"]

@@ -1,6 +1,7 @@
-"""The Hopper kernels, in Gluon, for compute capability 9.0: what they refuse, and their tiles with their prices.
+"""The specification of the Hopper kernels, which are written in Gluon for compute capability 9.0: what they refuse, and
+their tiles with the prices of these.
 
-Triton is not imported here.
+This module does not import Triton.
 """
 
 from dataclasses import replace
@@ -31,29 +32,29 @@ DTYPES_8_BIT: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 PAGE_UNIT: Final = 16  # tokens that TMA loads at a time
 BOX_DIMS: Final = 64
 HEAD_DIMS: Final = (64, 128, 256)
-# Heads that decode as wider ones: of 16 bits, in pages of whole PAGE_UNIT
+# Heads that are padded to wider ones when they decode. They have 16 bits, and page_size is a multiple of PAGE_UNIT.
 PADDED_HEAD_DIMS: Final = MappingProxyType({96: 128})
-DECODE_ROWS: Final = 64  # of a tile, which holds a query's heads of a group
-PREFILL_ROWS: Final = 128  # of an item, which holds whole groups
-# Decodes together with prompt chunks
+DECODE_ROWS: Final = 64  # rows of a tile, which holds all heads of a query's group
+PREFILL_ROWS: Final = 128  # rows of an item, which holds whole groups
+# The kernel that computes decodes together with prompt chunks
 BOTH_HEAD_DIM: Final = 128
 BOTH_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
-BOTH_ROWS: Final = 16  # of a decode tile
-BOTH_NARROW_ROWS: Final = 8  # of those that are computed faster
-BOTH_KEYS: Final = 64  # of a block of a decode tile
-_TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
+BOTH_ROWS: Final = 16  # rows of a decode tile
+BOTH_NARROW_ROWS: Final = 8  # rows of a narrow decode tile, which is faster
+BOTH_KEYS: Final = 64  # keys of a block of a decode tile
+_TMA_BYTES: Final = 16  # an address or a stride in a TMA descriptor is a multiple of this
 
 
 class Source(IntEnum):
     """How the Hopper decode kernel gets its keys and values."""
 
     LOADED = 0  # 16-bit numbers, by TMA
-    WIDENED = 1  # 8-bit numbers by TMA, which producer warps make 16-bit ones
-    GATHERED = 2  # by producer warps, from pages that are not of whole 16 tokens, which TMA does not load
+    WIDENED = 1  # 8-bit numbers by TMA, which producer warps convert to 16-bit ones
+    GATHERED = 2  # by producer warps, because TMA cannot load pages whose size is no multiple of 16 tokens
 
 
 class TileTimes(NamedTuple):
-    """Times of a tile in ns; `GpuTile` says what each field means."""
+    """Times of a tile in ns. `GpuTile` explains the fields."""
 
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
@@ -63,9 +64,9 @@ class HopperTile(NamedTuple):
     """Tiles of the Hopper decode kernel and their times, for one source and head_dim.
 
     Attributes:
-        block_n, ctas_per_sm: common to all its tiles.
-        low, middle, tall: times of tiles of 16, 32 and 64 rows. low is None if the low tile is a portable one.
-        low_read_percent: `read_percent` of the low tile; less than 100 breaks ties with the taller ones.
+        block_n, ctas_per_sm: the same for all of these tiles.
+        low, middle, tall: times of tiles of 16, 32 and 64 rows. `low` is None if the low tile is a portable one.
+        low_read_percent: `read_percent` of the low tile. Less than 100 breaks ties with the taller tiles.
     """
 
     block_n: int
@@ -76,9 +77,9 @@ class HopperTile(NamedTuple):
     low_read_percent: int = 100
 
 
-# `benchmarks/kernels/calibrate_shapes.py` fits the times. Some heads are in no shape and borrow times: 8-bit heads of
-# 64 those of 128, and gathered heads of 256 those of widened ones. The times of 16-bit heads of 128 suit an H100, too.
-# Two CTAs fit on an SM, or one with 8-bit heads of 256.
+# `benchmarks/kernels/calibrate_shapes.py` fits the times. Heads that none of its shapes has use the times of others:
+# 8-bit heads of 64 use those of 128, and gathered heads of 256 use those of widened ones. The times of 16-bit heads of
+# 128 suit an H100, too. An SM holds two CTAs, or one if heads of 256 are in 8 bits.
 TILES: Final = MappingProxyType(
     {
         (Source.LOADED, 64): HopperTile(
@@ -148,28 +149,28 @@ TILES: Final = MappingProxyType(
     }
 )
 
-# The largest tiles that do not spill. What is between an item's begin and end takes these kernels half as long as the
-# portable one, so the begin, the end and partials weigh more; and the merge begins while items end.
+# These are the largest tiles that do not spill. The main loop takes these kernels half as long as the portable one, so
+# the begin and the end of an item, and its partials, weigh more. The merge begins while the last items end.
 _PREFILL_TILE: Final = replace(PREFILL_TILE, persistent=True, item_bytes=240_000, partial_factor=6, merge_bytes=0)
 _PREFILL_TILE_WIDE: Final = replace(_PREFILL_TILE, block_n=32, stages=2)
-# Two CTAs have too few registers for larger heads.
+# Only heads of 64 allow two CTAs on an SM. With larger heads they would have too few registers.
 _PREFILL_TILE_64: Final = replace(_PREFILL_TILE, ctas_under_short_window=2)
 
 
 def width_of(head_dim: int) -> int:
-    """Dims of a head in the decode kernel, which pads some with zeros."""
+    """Returns the dims of a head in the decode kernel, which pads some heads with zeros."""
     return PADDED_HEAD_DIMS.get(head_dim, head_dim)
 
 
 def source_of(kv_itemsize: int, page_size: int) -> Source:
-    """Where the decode kernel gets keys and values of such a cache from."""
+    """Returns how the decode kernel gets keys and values from a cache with this itemsize and page_size."""
     if page_size % PAGE_UNIT:
         return Source.GATHERED
     return Source.WIDENED if kv_itemsize == 1 else Source.LOADED
 
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the kernel for decodes does not compute an attention on a card; empty: it does."""
+    """Returns why the kernel for decodes does not compute an attention on a card. The list is empty if it does."""
     if reasons := card.why_not_hopper or _decode_misfits(config):
         return reasons
     if not card.model.runs_hopper_kernels:
@@ -180,13 +181,14 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def refuses_prefill(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the kernel for prompt chunks does not compute an attention on a card; empty: it does."""
+    """Returns why the kernel for prompt chunks does not compute an attention on a card. The list is empty if it
+    does."""
     return card.why_not_hopper or _prefill_misfits(config) or _untimed(config, card)
 
 
 def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the kernel for prompt chunks and decodes at once (POD-Attention §4) does not compute an attention on a card;
-    empty: it does."""
+    """Returns why the kernel for prompt chunks and decodes at once (POD-Attention §4) does not compute an attention on
+    a card. The list is empty if it does."""
     if reasons := card.why_not_hopper:
         return reasons
     reasons = list(dict.fromkeys([*_decode_misfits(config), *_prefill_misfits(config)]))
@@ -204,8 +206,8 @@ def refuses_both(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def _untimed(config: AttentionConfig, card: Card) -> list[str]:
-    """Returns why an attention is not trusted to a Hopper card that was not timed; empty if it is. Such a card is
-    trusted with heads of 128, groups that fill the rows of an item, no soft cap and no sinks."""
+    """Returns why an attention is not trusted to a Hopper card that was not timed. The list is empty if it is. Such a
+    card is trusted with heads of 128 and groups that fill the rows of an item, without a soft cap and without sinks."""
     whole = PREFILL_ROWS % config.group_size == 0
     plain = config.head_dim == BOTH_HEAD_DIM and whole and config.logits_soft_cap is None and not config.sinks
     trusted = plain or card.model.runs_hopper_kernels
@@ -224,9 +226,9 @@ def _decode_misfits(config: AttentionConfig) -> list[str]:
         )
     if config.policy != "auto":
         misfits.append(f"policy={config.policy!r}: expected 'auto'")
-    if config.batch_invariant:  # where a tile's tokens end decides where the last ones lie in a block
+    if config.batch_invariant:  # where the last tokens lie in a block depends on where the tile ends
         misfits.append("batch_invariant=True: expected False")
-    if config.execution == "streams":  # for comparisons: PAT's launches side by side
+    if config.execution == "streams":  # PAT's launches side by side, for comparisons
         misfits.append("execution='streams': expected 'auto', 'serial' or 'overlapped'")
     return misfits
 
@@ -239,7 +241,8 @@ def _prefill_misfits(config: AttentionConfig) -> list[str]:
 
 
 def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tuple[torch.dtype, ...]) -> list[str]:
-    """What all kernels ask for. heads: that a kernel takes; other_caches: than of the queries' dtype."""
+    """Returns what all Hopper kernels refuse. `heads` are the head dims that the kernel takes, and `other_caches` the
+    dtypes of caches that it takes besides the dtype of the queries."""
     if config.latent_dim is not None:
         return [READS_NO_LATENT]
     queries, cache, misfits = config.dtype, config.cache_dtype, list[str]()
@@ -263,8 +266,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
-    """Why the kernels cannot read the tensors of a layer: caches are read 16 bytes at a time, so their rows must be
-    contiguous, and aligned like the strides between them. Query tokens lie less than 2^32 elements apart."""
+    """Returns why the kernels cannot read the tensors of a layer. The list is empty if they can. Caches are read 16
+    bytes at a time, so rows must be contiguous, and their addresses and strides multiples of 16 bytes. Query tokens
+    must lie less than 2^32 elements apart."""
     reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
     for name, cache in (("k_cache", t.k_cache), ("v_cache", t.v_cache)):
         if cache.data_ptr() % _TMA_BYTES:
@@ -277,18 +281,19 @@ def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
 
 
 def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
-    """The tiles of decodes, in ascending order of rows.
+    """Returns the tiles of decodes, in ascending order of rows.
 
-    Tiles of 16 rows are for single queries and for decodes beside prompt chunks, those of 32 rows for batches whose
-    tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed size is one launch and
-    the merge. Single queries of small pages, and of 8-bit heads up to 128, are read faster by a portable tile.
+    Tiles of 16 rows are for single queries and for decodes that are co-scheduled with prompt chunks. Tiles of 32 rows
+    are for batches whose tiles of 64 rows would leave SMs idle. One kernel computes them all, so that a plan of fixed
+    size is one launch and the merge. For single queries with small pages, or with 8-bit heads up to 128, a portable
+    tile is faster and replaces the tile of 16 rows.
     """
     tiles = tiles_of(config.cache_dtype.itemsize, config.head_dim, config.page_size)
     return tuple(tile for tile in tiles if tile.block_m >= config.group_size)
 
 
 def tiles_of(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, GpuTile, GpuTile]:
-    """The tiles for any group. kv_itemsize: bytes of an element of the cache."""
+    """Returns the tiles for any group. `kv_itemsize` is the number of bytes of an element of the cache."""
     source, head_dim = source_of(kv_itemsize, page_size), width_of(head_dim)
     shape = TILES[source, head_dim]
     tall = GpuTile(
@@ -313,12 +318,12 @@ def tiles_of(kv_itemsize: int, head_dim: int, page_size: int) -> tuple[GpuTile, 
 
 
 def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...]:
-    """The tile of prompt chunks, alone or with decodes beside them."""
+    """Returns the tile of prompt chunks, whether decodes are co-scheduled with them or not."""
     return (prefill_tile(config.head_dim),)
 
 
 def prefill_tile(head_dim: int) -> PrefillTile:
-    """The tile of prompt chunks with heads of 64, 128 or 256."""
+    """Returns the tile of prompt chunks with heads of 64, 128 or 256."""
     if head_dim > WIDE:
         return _PREFILL_TILE_WIDE
     return _PREFILL_TILE_64 if head_dim == min(HEAD_DIMS) else _PREFILL_TILE

@@ -1,8 +1,8 @@
-"""Caches of 8-bit numbers, which tensor cores do not multiply with 16-bit queries: TMA loads blocks as they are, and
-producer warps widen them.
+"""Caches of 8-bit numbers. Tensor cores do not multiply them with 16-bit queries, so TMA loads the blocks as they are,
+and producer warps widen them.
 
-8-bit numbers become float16, exactly: that takes one instruction for two of them. Queries and weights are float16 then,
-too (`as_float16`).
+An 8-bit number becomes float16 without rounding, and one instruction converts two of them. Queries and weights are then
+float16, too (`as_float16`).
 """
 
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from trunkattn.gpu.hopper.common import BOX_TOKENS, SWIZZLED, reinterpret
 from trunkattn.gpu.hopper.pipeline import producer_acquire, tma_load, warps_sync
 
-# The four numbers of a word $2, as two words of two.
+# Converts word $2, which holds four numbers, to two words of two numbers each.
 _E4M3_TO_FP16 = gl.constexpr("""
 {
     .reg .b16 low, high;
@@ -38,15 +38,15 @@ _KINDS: Final = MappingProxyType(
     }
 )
 IS_SAME, _IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
-_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # the same bytes as SWIZZLED
-# Of the largest number of a row, as float16 queries: a float32 has 127 more
+_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # swizzles the same bytes as SWIZZLED
+# Queries in float16: the exponent that the largest number of a row gets, and the bias of exponents in a float32
 _LARGEST_EXPONENT, _BIAS = gl.constexpr(14), gl.constexpr(127)
-_LINE_BYTES: Final = 128  # the most that TMA swizzles
-_AHEAD = gl.constexpr(2)  # blocks that are on their way
+_LINE_BYTES: Final = 128  # TMA swizzles at most this many bytes
+_AHEAD = gl.constexpr(2)  # TMA loads this many blocks ahead
 
 
 class WordPipeline(NamedTuple):
-    """A `Pipeline` that producer warps fill. words [stages, block_n, head_dim / 2]: its tiles as int32."""
+    """A `Pipeline` that producer warps fill. `words` are its tiles as int32 [stages, block_n, head_dim / 2]."""
 
     tiles: Any
     words: Any
@@ -54,8 +54,8 @@ class WordPipeline(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """Blocks of keys and of values, in turn, as TMA writes them. boxes: as in `Pipeline`; words [2 * blocks ahead,
-    block_n, head_dim / 4]: the same memory as int32; full: barriers."""
+    """Blocks that TMA has written, alternately of keys and of values. `boxes` are as in `Pipeline`. `words` are the
+    same memory as int32 [2 * blocks ahead, block_n, head_dim / 4]. `full` are the full barriers."""
 
     boxes: Any
     words: Any
@@ -63,12 +63,12 @@ class Staging(NamedTuple):
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """How a cache's numbers become 16-bit ones; 0: they are."""
+    """Returns how the numbers of a cache become 16-bit numbers. 0 means that they already are."""
     return _KINDS[dtype]
 
 
 def staged_descriptor(cache: torch.Tensor) -> TensorDescriptor:
-    """The TMA descriptor of an 8-bit cache: boxes of 16 tokens and up to 128 dims."""
+    """Returns the TMA descriptor of an 8-bit cache. A box has 16 tokens and up to 128 dims."""
     cache = cache.view(torch.uint8)
     dims = min(cache.shape[-1], _LINE_BYTES)
     layout = gl.NVMMASharedLayout(dims, 8, 4)
@@ -77,7 +77,8 @@ def staged_descriptor(cache: torch.Tensor) -> TensorDescriptor:
 
 @gluon.jit
 def allocate_words(dtype: gl.constexpr, num_arrivals: gl.constexpr, T: gl.constexpr):
-    """A pipeline that producer warps fill, all stages empty. A stage is full after so many arrivals."""
+    """Allocates a pipeline that producer warps fill. All stages are empty. A stage is full after `num_arrivals`
+    arrivals."""
     NUM_STAGES: gl.constexpr = T.num_stages
     WORDS: gl.constexpr = (NUM_STAGES, T.block_n, T.head_dim // 2)
     tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, T.block_n, T.head_dim], SWIZZLED)
@@ -90,7 +91,7 @@ def allocate_words(dtype: gl.constexpr, num_arrivals: gl.constexpr, T: gl.conste
 
 @gluon.jit
 def allocate_staging(desc, T: gl.constexpr):
-    """Room for the blocks ahead, all of it empty."""
+    """Allocates room for the blocks ahead. All of it is empty."""
     SLOTS: gl.constexpr = 2 * _AHEAD
     LINE: gl.constexpr = desc.block_type.shape[3]
     BOXES: gl.constexpr = SLOTS * (T.head_dim // LINE) * (T.block_n // BOX_TOKENS)
@@ -105,7 +106,8 @@ def allocate_staging(desc, T: gl.constexpr):
 
 @gluon.jit
 def stage(desc, staging, turn, boxes, kv_head, T: gl.constexpr):
-    """Starts the TMA loads of a block of keys or of values, the one in `turn`. Its slot has been read by all warps."""
+    """Starts the TMA loads of the block in `turn`, a block of keys or of values. All warps have read what its slot held
+    before."""
     LINE: gl.constexpr = desc.block_type.shape[3]
     BOXES: gl.constexpr = T.block_n // BOX_TOKENS
     PARTS: gl.constexpr = T.head_dim // LINE
@@ -120,7 +122,7 @@ def stage(desc, staging, turn, boxes, kv_head, T: gl.constexpr):
 
 @gluon.jit
 def read_staged(staging, turn, LAYOUT: gl.constexpr):
-    """The words of the block in `turn`, when TMA has written it."""
+    """Waits until TMA has written the block in `turn`, and returns its words."""
     slot = turn % (2 * _AHEAD)
     mbarrier.wait(staging.full.index(slot), turn // (2 * _AHEAD) % 2)
     words = staging.words.index(slot).load(LAYOUT)
@@ -130,7 +132,7 @@ def read_staged(staging, turn, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def widen(words, KIND: gl.constexpr):
-    """Words of 8-bit numbers as words of float16."""
+    """Converts words of 8-bit numbers to words of float16."""
     ASM: gl.constexpr = _E4M3_TO_FP16 if KIND == _IS_E4M3 else _E5M2_TO_FP16
     low, high = gl.inline_asm_elementwise(ASM, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
     return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
@@ -138,9 +140,9 @@ def widen(words, KIND: gl.constexpr):
 
 @gluon.jit
 def store_words(pipeline, index, words, BAR_EMPTY: gl.constexpr, KIND: gl.constexpr, T: gl.constexpr):
-    """Acquires the stage of block `index` and fills it with words of 8-bit numbers, a tuple of parts of the rows. The
-    consumers fence what is stored here (`consumer_wait`): a fence of the producers would wait for what they load
-    meanwhile."""
+    """Acquires the stage of block `index` and fills it with words of 8-bit numbers. `words` is a tuple of parts of the
+    rows. The consumers fence what is stored here (`consumer_wait`), because a fence in the producers would wait for
+    what they load meanwhile."""
     producer_acquire(index, BAR_EMPTY, T)
     at = index % T.num_stages
     tile = pipeline.words.index(at)
@@ -153,8 +155,9 @@ def store_words(pipeline, index, words, BAR_EMPTY: gl.constexpr, KIND: gl.conste
 @gluon.jit
 def as_float16(rows):
     """Returns rows of queries as float16, and the factor [rows] that restores each row's logits. float16 has fewer
-    exponents than bfloat16, so each row is multiplied by a power of two that gives its largest number exponent 14.
-    Numbers 2^29 times smaller than the row's largest lose bits; those 2^40 times smaller become 0."""
+    exponents than bfloat16, so each row is multiplied by a power of two that gives its largest number exponent 14. A
+    number that is 2^29 times smaller than the largest of its row loses bits, and one that is 2^40 times smaller becomes
+    0."""
     largest = gl.max(gl.abs(rows.to(gl.float32)), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(_LARGEST_EXPONENT + 2 * _BIAS - largest, 2 * _BIAS)
     factor, inverse = (exponent << 23), ((2 * _BIAS - exponent) << 23)

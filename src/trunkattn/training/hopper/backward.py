@@ -1,5 +1,6 @@
-"""The backward pass on Hopper: three kernels. One prepares, one computes all gradients (see `key_gradients`), and the
-last one writes those whose sums lie in float32 in the dtype of q: dq, and dk and dv where several CTAs have parts.
+"""The backward pass on Hopper, in three kernels. The first prepares, and the second computes all gradients (see
+`key_gradients`). The last kernel converts gradients that were summed in float32 to the dtype of q: always dq, and also
+dk and dv if several CTAs computed parts of them.
 """
 
 from typing import Any, Final, NamedTuple
@@ -37,23 +38,29 @@ from trunkattn.training.hopper.wide_gradients import consume_wide, wide_memory
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
-_SECTION_BYTES: Final = 8 * 2**20  # what CTAs that run at the same time stream, a part of the L2 cache
+_SECTION_BYTES: Final = 8 * 2**20  # CTAs that run at the same time stream this much, a part of the L2 cache
 _CTAS_OF_AN_SM: Final = 4
-SUMMED = tl.constexpr(2048)  # numbers of dk or dv whose parts a CTA adds
-REGISTERS: Final = 168  # of a thread at launch
+SUMMED = tl.constexpr(2048)  # a CTA adds the parts of this many numbers of dk or dv
+REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
 _ROWS_LAYOUT: Final = gl.NVMMASharedLayout(0, 32, 2)
-_ROWS: Final = ("tensors", "batch")  # what each call brings to the first and to the last kernel, and to the main one
+# The arguments that each call brings to the first and the last kernel, and those that it brings to the second
+_ROWS: Final = ("tensors", "batch")
 _BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_desc", "work", "batch")
 
 
 class RowsTensors(NamedTuple):
-    """Tensors of the first and the last kernel. out, dout, dq: contiguous. lse, dlse [batch, num_qo_heads, seqlen_q];
-    dlse may be None, for 0.
-    Others are float32: rows [batch, num_qo_heads, blocks, 2, block], shift and delta of blocks of queries, and dq_sums
-    [batch, num_qo_heads, blocks, block, dim], their dq. A packed sequence begins with a block of its own. Of a tree
-    with a window depths [tokens], and block_depths [blocks], the smallest of each block; else both are None."""
+    """Tensors of the first and the last kernel. A packed sequence begins with a block of its own.
+
+    Attributes:
+        out, dout, dq: contiguous tensors in the dtype of q.
+        lse, dlse: [batch, num_qo_heads, seqlen_q]. dlse may be None, which means 0.
+        rows: shift and delta of each block of queries [batch, num_qo_heads, blocks, 2, block], float32.
+        dq_sums: dq of each block of queries [batch, num_qo_heads, blocks, block, dim], float32.
+        depths: in a tree with a window, the depth of each token [tokens]; otherwise None.
+        block_depths: in a tree with a window, the smallest depth in each block [blocks]; otherwise None.
+    """
 
     out: Any
     dout: Any
@@ -67,8 +74,15 @@ class RowsTensors(NamedTuple):
 
 
 class PartsTensors(NamedTuple):
-    """What the last kernel sums: parts of dk and dv, float32, and where their sums go; numbers of one part. All are
-    None, and the numbers 0, if there is one part, which needs no sum."""
+    """The parts of dk and dv that the last kernel sums.
+
+    If there is only one part, nothing is summed: the tensors are None and the counts are 0.
+
+    Attributes:
+        dk_parts, dv_parts: the parts, float32.
+        dk, dv: where their sums are written.
+        key_numbers, value_numbers: how many numbers a part of dk and a part of dv have.
+    """
 
     dk_parts: Any
     dv_parts: Any
@@ -79,7 +93,7 @@ class PartsTensors(NamedTuple):
 
 
 class RowsBatch(NamedTuple):
-    """The queries. cu_seqlens_q: None if they are not packed. num_blocks: of a head."""
+    """The queries. `cu_seqlens_q` is None if they are not packed. `num_blocks` is the number of blocks of a head."""
 
     cu_seqlens_q: Any
     num_sequences: Any
@@ -89,7 +103,8 @@ class RowsBatch(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of queries: `first` of a sequence of `length`, which begins at token `begin`."""
+    """A block of queries. It begins with query `first` of a sequence that begins at token `begin` and has `length`
+    queries. `row` is the sequence's place in the batch."""
 
     row: Any
     head: Any
@@ -118,7 +133,8 @@ def prepare_rows_kernel(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Writes shift and delta of a block of queries, +inf and 0 behind the last one, and zeros for its dq."""
+    """Writes shift and delta of a block of queries, and sets its dq_sums to 0. Rows behind the last query get +inf and
+    0."""
     block = _find_block(batch, BLOCK, PACKED)
     token_stride = batch.num_qo_heads * WIDTH.dim
     at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
@@ -149,7 +165,8 @@ def write_gradients_kernel(
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Writes dq of a block of queries from its sums; behind those blocks a CTA adds parts of dk, or of dv."""
+    """Writes dq of a block of queries from its sums. The CTAs behind those of the `row_blocks` blocks add parts of dk,
+    then parts of dv."""
     number = tl.program_id(0)
     if number < row_blocks:
         block = _find_block(batch, BLOCK, PACKED)
@@ -170,7 +187,7 @@ def write_gradients_kernel(
 
 @triton.jit
 def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
-    """Writes a block of sums over parts, which lie one behind the other."""
+    """Writes a block of sums over the parts, which lie one behind the other in memory."""
     at = block.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
     inside = at < numbers
     found = tl.load(parts + at, mask=inside)
@@ -181,7 +198,8 @@ def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
 
 @gluon.jit
 def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, scales, C: gl.constexpr):
-    """dk and dv of a block of keys of a KV head over some of its query heads, and what they add to dq."""
+    """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and adds to dq what the block
+    contributes."""
     T: gl.constexpr = C.tile
     memory = allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T)
     if T.wide:
@@ -209,7 +227,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc
 
 
 class _Maps(NamedTuple):
-    """The descriptors of the main kernel, but for their tensors."""
+    """The descriptors of the second kernel, without their tensors."""
 
     q: TensorMap
     k: TensorMap
@@ -220,8 +238,16 @@ class _Maps(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What a call does that does not depend on the addresses of its tensors. prepare, main, write: None if there is
-    nothing to compute. batch, row_batch: without tables. work: without tensors. parts: of a group of query heads."""
+    """The part of a call that does not depend on the addresses of its tensors.
+
+    Attributes:
+        prepare, main, write: the three launches. Each is None if there is nothing to compute.
+        maps: descriptors without tensors.
+        batch, row_batch: the batch, without tables.
+        work: the order of work, without tensors.
+        parts: how many CTAs share the query heads of a group.
+        rows_shape, sums_shape: shapes of `RowsTensors.rows` and `RowsTensors.dq_sums`.
+    """
 
     prepare: BoundLaunch | None
     main: BoundLaunch | None
@@ -241,8 +267,8 @@ def backward(
     sequences: Sequences,
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk, dv and dsinks, as of `training.backward.backward` in one pass. Nothing here is deterministic: sums of dq
-    depend on the order of CTAs."""
+    """Computes dq, dk, dv and dsinks in one pass, with the arguments and results of `training.backward.backward`.
+    `deterministic` must be false, because sums of dq depend on the order in which CTAs run."""
     assert not deterministic
     q, k, v = with_last_contiguous(*saved[:3])
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
@@ -283,8 +309,8 @@ def backward(
 
 
 def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: BackwardTile) -> int:
-    """How many CTAs share the query heads of a group: so many that every SM has some, as far as heads go. Their parts
-    of dk and dv are summed in float32."""
+    """Returns how many CTAs share the query heads of a group: the fewest that give every SM enough CTAs, or one CTA for
+    each head if that is not enough. Their parts of dk and dv are summed in float32."""
     batch, seqlen_k, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
     ctas = sequences.blocks(sequences.cu_seqlens_k, seqlen_k, tile.block_n) * batch * num_kv_heads
@@ -294,7 +320,7 @@ def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: Backw
 
 
 def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences) -> _Bound:
-    """The launches for tensors and sequences of these kinds."""
+    """Prepares the launches for tensors and sequences of these kinds."""
     q, k, v, dout = (with_batch(tensor, sequences) for tensor in (q, k, v, dout))
     tile = backward_tile(q.shape[-1], v.shape[-1])
     batch, seqlen_q, num_qo_heads, head_dim = q.shape
@@ -334,7 +360,8 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
 def _bind_main(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: int, sequences: Sequences, tile: BackwardTile
 ) -> tuple[BoundLaunch | None, Arguments, KeyWork]:
-    """The launch that adds to dq_sums and writes dk and dv, None without keys; and what it brings, without tensors."""
+    """Prepares the launch that adds to dq_sums and writes dk and dv. Returns it, or None if there are no keys, with its
+    arguments, which do not hold tensors yet."""
     seqlen_q, num_qo_heads = q.shape[1:3]
     batch, seqlen_k, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads

@@ -6,13 +6,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
+TMA_BYTES: Final = 16  # an address or a stride in a TMA descriptor is a multiple of this
 _LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 
 
 def reads(*tensors: torch.Tensor) -> bool:
-    """Whether TMA reads the tensors [..., heads, head_dim], or a copy of those whose last dimension is not
-    contiguous."""
+    """Whether TMA can read the tensors [..., heads, head_dim]. A tensor whose last dimension is not contiguous is
+    copied first, so only the size of that dimension counts."""
     return all(_is_readable(tensor) for tensor in tensors)
 
 
@@ -21,7 +21,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     *strides, last = tensor.stride()
     if 0 in shape:
         return False
-    if last != 1:  # `with_batch` makes it contiguous
+    if last != 1:  # `with_last_contiguous` copies such a tensor
         return shape[-1] * itemsize % TMA_BYTES == 0
     for stride, size in zip(strides, shape, strict=False):
         if size > 1 and (stride <= 0 or stride * itemsize % TMA_BYTES):
@@ -30,15 +30,15 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 class _ReadableTensor(TensorDescriptor):
-    """The descriptor of a tensor that TMA reads. Its base checks that at each launch, which takes as long as all else
-    that a launch does."""
+    """The descriptor of a tensor that TMA can read. The base class would check this at each launch, and the check takes
+    as long as the rest of the launch, so it is left out here."""
 
     def __post_init__(self) -> None:
         pass
 
 
 class TensorMap(NamedTuple):
-    """All of a descriptor but the tensor, as `TensorDescriptor` has it."""
+    """Everything that a `TensorDescriptor` holds except the tensor."""
 
     shape: list[int]
     strides: list[int]
@@ -46,15 +46,16 @@ class TensorMap(NamedTuple):
     layout: gl.NVMMASharedLayout
 
     def of(self, tensor: torch.Tensor) -> TensorDescriptor:
-        """The descriptor of a tensor that TMA reads, whose elements lie as the map says, whatever its own shape is."""
+        """Returns the descriptor of a tensor that TMA can read. The map says where the elements lie; the tensor's own
+        shape does not matter."""
         return _ReadableTensor(tensor, self.shape, self.strides, self.box, self.layout)
 
 
 def tensor_map(tensor: torch.Tensor, rows: int, width: int) -> TensorMap:
-    """The map of a tensor [batch, tokens, heads, head_dim] that TMA reads, for boxes of `rows` tokens of a head and
-    `width` numbers of each. TMA reads zeros beyond the tensor, and writes nothing there."""
+    """Returns the map of a tensor [batch, tokens, heads, head_dim] that TMA can read. A box holds `rows` tokens of one
+    head, and `width` numbers of each. Beyond the tensor TMA reads zeros and writes nothing."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     for at in range(3):
-        if shape[at] == 1:  # then any stride will do
+        if shape[at] == 1:  # the stride of such a dimension is never used
             strides[at] = TMA_BYTES
     return TensorMap(shape, strides, [1, rows, 1, width], _LAYOUT)

@@ -1,14 +1,14 @@
 """The forward pass of training on Hopper, warp specialized, in Gluon: FlashAttention-3's design.
 
-A CTA stays on its SM and computes tiles of queries, 64 for each of its consumer warpgroups, of one head each (see
-`query_tiles`). A producer warp loads queries and blocks of keys and of values by TMA. Consumers compute the softmax of
-a block while the tensor cores work on its product with the values of the block before, and on the other warpgroups'
-products (FlashAttention-3, §3.1 and §3.2, https://arxiv.org/abs/2407.08608). Blocks are taken from the last to the
-first, so that the few that need a mask come before all others. The next tile's queries and keys come while the outputs
-of this one leave by TMA.
+A CTA stays on its SM and computes one tile of queries after another. A tile has 64 queries of one head for each
+consumer warpgroup (see `query_tiles`). A producer warp loads queries, and blocks of keys and of values, by TMA. While
+the consumers compute the softmax of a block, the tensor cores compute the product p·v of the block before, and the
+products of the other warpgroup (FlashAttention-3, §3.1 and §3.2, https://arxiv.org/abs/2407.08608). Blocks are computed
+from the last to the first, so that the few blocks that need a mask come first. The queries and keys of the next tile
+are loaded while TMA writes the outputs of this one.
 
-Packed sequences begin at any token, and so do the boxes of TMA. In a prefix tree producer and consumers go up the
-segments from a tile to the root.
+Packed sequences may begin at any token, and TMA boxes may too. In a prefix tree, producer and consumers go up the
+segments from the tile to the root.
 """
 
 from functools import lru_cache
@@ -58,20 +58,26 @@ from trunkattn.training.hopper.query_tiles import (
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_forward_widths
 
-LAUNCH_REGISTERS: Final = 168  # of a thread
+LAUNCH_REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_OWN_OUT_BYTES: Final = 192 << 10  # of shared memory; outputs for which it would take more have none of their own
-_SECTION_BYTES: Final = 4 << 20  # of keys and values of a section, which has a KV head at least
-_CLEARED_ROWS = gl.constexpr(32)  # at once
-_BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 1)  # behind that of the queries
+_OWN_OUT_BYTES: Final = 192 << 10  # outputs get shared memory of their own if the CTA needs no more than this then
+_SECTION_BYTES: Final = 4 << 20  # a section holds at most these bytes of keys and values, but at least one KV head
+_CLEARED_ROWS = gl.constexpr(32)  # rows that are cleared at a time
+_BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 1)  # BAR_KV_EMPTY is the empty barrier of the queries here
 _LOG2_E = gl.constexpr(LOG2_E)
-_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "out_desc", "outputs", "tables")  # by each call
+_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "out_desc", "outputs", "tables")  # each call brings these
 
 
 class ForwardConstants(NamedTuple):
-    """What the kernel is compiled for. mainloop: of the pipeline of keys, too; value_shape: of the pipeline of values.
-    Both have padded heads; value_dim is that of values in memory. own_out: outputs leave from memory of their own, not
-    from that of the queries. soft_cap: of logits, 0 for none; then the kernel's scale has no log2(e)."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        mainloop: constants of the main loop and of the pipeline of keys. Its heads are padded.
+        value_shape: constants of the pipeline of values. Its heads are padded.
+        value_dim: dims of a value in memory, without padding.
+        own_out: outputs have shared memory of their own. Otherwise they use that of the queries.
+        soft_cap: the soft cap of logits, or 0 for none. With a soft cap the kernel's scale does not include log2(e).
+    """
 
     tile: FlashTile
     variant: Variant
@@ -82,19 +88,20 @@ class ForwardConstants(NamedTuple):
     soft_cap: float
 
     def __hash__(self) -> int:
-        """Triton asks for it at each launch. The other fields follow from these."""
+        """Hashes only the fields that the others follow from, because Triton asks for the hash at each launch."""
         return hash((self.tile, self.variant, self.value_dim, self.soft_cap))
 
 
 class Outputs(NamedTuple):
-    """out [batch, seqlen_q, num_qo_heads, head_dim of v]; lse [batch, num_qo_heads, seqlen_q]."""
+    """The results: `out` [batch, seqlen_q, num_qo_heads, head_dim of v] and `lse` [batch, num_qo_heads, seqlen_q]."""
 
     out: Any
     lse: Any
 
 
 class ForwardArguments(NamedTuple):
-    """The parameters of `hopper_forward_kernel`: what each call brings, then what is settled for its kind."""
+    """The parameters of `hopper_forward_kernel`. The first six change with each call; the others are the same for all
+    calls of one kind."""
 
     q_desc: Any
     k_desc: Any
@@ -109,14 +116,14 @@ class ForwardArguments(NamedTuple):
 
 
 class _Consumer(NamedTuple):
-    """A consumer within a tile; block `index` of the pipelines is the next one."""
+    """Where a consumer stands within a tile. Block `index` of the pipelines comes next."""
 
     attention: AttentionState
     index: Any
 
 
 class _Rows(NamedTuple):
-    """The queries of a warpgroup."""
+    """The query rows of a warpgroup, and what it needs to compute their attention."""
 
     q_tile: Any
     kv: KvPipelines
@@ -127,7 +134,7 @@ class _Rows(NamedTuple):
 
 @gluon.jit
 def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
-    """Adds a block. The wait for the keys of the next one is explained in `attend_block`."""
+    """Adds a block. `attend_block` explains the wait for the keys of the next block."""
     T: gl.constexpr = C.mainloop
     consumer_wait(rows.kv.k, state.index, T)
     mask_args = mask_args_of(at, 0, rows.sight, rows.tables, SEEN, C)
@@ -140,7 +147,8 @@ def _attend_step(state, at, more, rows, SEEN: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _with_sink(lse, sink):
-    """lse of rows, finite, with one more logit; and the share of the outputs that is left."""
+    """Returns the lse of rows with the sink as one more logit, and the factor by which the outputs shrink. The given
+    lse is finite."""
     largest = gl.maximum(lse, sink)
     own, rest = gl.exp2((sink - largest) * _LOG2_E), gl.exp2((lse - largest) * _LOG2_E)
     return largest + gl.log(own + rest), rest / (own + rest)
@@ -148,7 +156,8 @@ def _with_sink(lse, sink):
 
 @gluon.jit
 def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Rows m [64] of a tile. Returns their outputs, lse and the index of the next block of the pipelines."""
+    """Computes rows m [64] of a tile. Returns their outputs, their lse and the index of the next block of the
+    pipelines."""
     T: gl.constexpr = C.mainloop
     sight, keys = sight_of(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
     box = last_box(tile, keys, C)
@@ -173,8 +182,9 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.conste
 
 @gluon.jit
 def _clear_values(kv, index, count, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Sets the first values of block `index` to 0, if count > 0. Then it is the only block of its sequence, and they
-    are of the sequence before, and may be NaN. Each warpgroup clears its part, and both read all."""
+    """Sets the first `count` values of block `index` to 0, if count > 0. The block is then the only one of its
+    sequence, and these values belong to the sequence before and may be NaN. Each warpgroup clears its share, and both
+    then read the whole block."""
     V: gl.constexpr = C.value_shape
     COPY: gl.constexpr = V.copy
     SLICES: gl.constexpr = V.block_n // _CLEARED_ROWS
@@ -193,12 +203,12 @@ def _clear_values(kv, index, count, WARPGROUP: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Writes 64 rows of outputs, by TMA unless the sequence ends among them."""
+    """Writes 64 rows of outputs. TMA writes them, unless the sequence ends among them."""
     V: gl.constexpr = C.value_shape
     COPY: gl.constexpr = V.copy
     first = tile.first + WARPGROUP * WARPGROUP_ROWS
     if C.own_out:
-        tma.store_wait(0)  # the tile before has left
+        tma.store_wait(0)  # TMA has read the outputs of the tile before
         warps_sync()
     for i in gl.static_range(len(V.parts)):
         out_tile = part_of(memory.out_tiles, i, V).index(WARPGROUP)
@@ -223,7 +233,7 @@ def _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.c
 
 @gluon.jit
 def _tile_at(tiles, index, C: gl.constexpr):
-    """The queries of a warpgroup."""
+    """Returns the queries of a warpgroup in shared memory."""
     if len(C.mainloop.parts) == 1:
         return tiles.index(index)
     else:
@@ -235,7 +245,7 @@ def _tile_at(tiles, index, C: gl.constexpr):
 
 @gluon.jit
 def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, C: gl.constexpr):
-    """Consumer warpgroup: 64 queries of each tile."""
+    """Runs a consumer warpgroup, which computes 64 queries of each tile."""
     SCORES: gl.constexpr = C.mainloop.scores
     ACC: gl.constexpr = C.mainloop.acc
     seqlen_q, num_heads = out_desc.shape[1], out_desc.shape[2]
@@ -260,8 +270,8 @@ def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, 
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, outputs, tables, num_sequences, section, scale, C: gl.constexpr
 ):
-    """All tiles of queries. num_sequences: if they are packed. section: heads whose tiles are computed at the same
-    time, of all sequences of a batch."""
+    """Computes all tiles of queries. `num_sequences` counts packed sequences, and is 0 without packing. `section` is
+    the number of heads, over all sequences of a batch, whose tiles are computed at the same time."""
     memory = allocate(q_desc, k_desc, v_desc, out_desc, C)
     gl.warp_specialize(
         [
@@ -278,7 +288,7 @@ def hopper_forward_kernel(
 def forward_constants(
     head_dims: tuple[int, int], tile: FlashTile, variant: Variant, soft_cap: float = 0.0
 ) -> ForwardConstants:
-    """What the kernel is compiled for. head_dims: of keys and of values."""
+    """Returns what the kernel is compiled for. `head_dims` are the dims of keys and of values."""
     widths = hopper_forward_widths(head_dims)
     mainloop, value_shape = (
         mainloop_tile(
@@ -305,7 +315,7 @@ def forward_constants(
 
 
 class _Bound(NamedTuple):
-    """What a call does that does not depend on the addresses of its tensors. window: as of `Tables`."""
+    """The part of a call that does not depend on the addresses of its tensors. `window` is the one in `Tables`."""
 
     launch: BoundLaunch
     q_map: TensorMap
@@ -319,7 +329,8 @@ class _Bound(NamedTuple):
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, as those of the portable `forward`, of tensors that TMA reads, on the current stream and device."""
+    """Computes out and lse like the portable `forward`, for tensors that TMA can read, on the current stream and
+    device."""
     q, k, v = with_last_contiguous(q, k, v)
     key = "hopper forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
@@ -332,7 +343,7 @@ def forward(
 
 
 def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None) -> _Bound:
-    """The launch for tensors and sequences of these kinds."""
+    """Prepares the launch for tensors and sequences of these kinds."""
     q, k, v = (with_batch(tensor, sequences) for tensor in (q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
     head_dims = head_dim, v.shape[-1]
@@ -377,7 +388,7 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence
 
 
 def _tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
-    """Tables of a launch. window: within the sequences."""
+    """Returns the tables of a launch. `window` is already limited to the length of the sequences."""
     tree, windowed = sequences.tree, sequences.sliding_window is not None
     return Tables(
         cu_seqlens_q=sequences.cu_seqlens_q,

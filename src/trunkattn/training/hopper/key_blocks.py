@@ -1,4 +1,5 @@
-"""The blocks of keys of the backward pass on Hopper: their order, the queries that see each, and constants."""
+"""The blocks of keys of the backward pass on Hopper: their order, the queries that see each block, and the constants
+that the kernel is compiled for."""
 
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from trunkattn.training.common import Variant, find_sequence, span
 from trunkattn.training.spec import hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288
-_PANEL: Final = 64  # rows and columns of dq that a warpgroup computes at a time
+_PANEL: Final = 64  # a warpgroup computes this many rows and columns of dq at a time
 _NARROW: Final = 128
 _NEVER = gl.constexpr(2**30)
 _LOG2_E = gl.constexpr(LOG2_E)
@@ -21,10 +22,20 @@ BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
 class BackwardTile(NamedTuple):
-    """Constants of the main loop. block_m queries × block_n keys. wide: heads above 128. columns: queries in the scores
-    of a warpgroup. dim, dim_v: of keys and of values, padded; key_panels, value_panels: of them, those of 64 that are
-    loaded. num_stages to stored: of the pipeline of queries, as of `PipelineShape`. dout: that of dout. scores, dk, dv,
-    dq: layouts of the products. copy_k, copy_v: of copies of dk and dv to memory. copy_panel: of a panel."""
+    """Constants of the main loop.
+
+    Attributes:
+        block_m, block_n: queries and keys of a block.
+        wide: heads have more than 128 dims.
+        columns: queries in the scores of one warpgroup.
+        dim, dim_v: dims of keys and of values, padded.
+        key_panels, value_panels: how many panels of 64 dims of a key and of a value are loaded.
+        num_stages, num_threads, stored: fields of the `PipelineShape` of the pipeline of queries.
+        dout: the shape of the pipeline of dout.
+        scores, dk, dv, dq: layouts of the products.
+        copy_k, copy_v: layouts in which dk and dv are copied to memory.
+        copy_panel: the layout in which a panel is copied.
+    """
 
     block_m: int
     block_n: int
@@ -48,9 +59,11 @@ class BackwardTile(NamedTuple):
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """The constants for heads of up to 256. Up to 128 a block of queries has two panels of dq, one for each warpgroup,
-    which owns half of the keys, and values are not padded to more than keys, because shared memory ends. Wider heads
-    have fewer keys, and a warpgroup owns half of the numbers of each."""
+    """Returns the constants for heads of up to 256 dims.
+
+    For heads of up to 128, each warpgroup owns half of the keys, and a block of queries has two panels of dq, one for
+    each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more. For wider heads
+    a block has fewer keys, and each warpgroup owns half of the dims of all of them."""
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
     wide = dim > _NARROW
@@ -96,8 +109,8 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
 
 
 class BackwardConstants(NamedTuple):
-    """What the kernel is compiled for. head_dim, head_dim_v: of keys and of values, in memory. members: query heads of
-    a CTA, all or a part of a group."""
+    """What the kernel is compiled for. `head_dim` and `head_dim_v` are the dims of keys and of values in memory.
+    `members` is the number of query heads that a CTA computes: the whole group or a part of it."""
 
     tile: BackwardTile
     variant: Variant
@@ -108,10 +121,16 @@ class BackwardConstants(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """What is written, and in which order. dk, dv: contiguous [parts of a group, batch, seqlen_k, num_kv_heads, ...],
-    float32 if there are several parts. num_runs: (batch, KV head, part), each a run of query heads. section: runs whose
-    blocks take turns. num_row_blocks: blocks of queries of a head in the arrays of rows. block_depths: of a tree with a
-    window, the smallest depth in each of those blocks; else None."""
+    """What is written, and in which order.
+
+    Attributes:
+        dk, dv: the gradients [parts of a group, batch, seqlen_k, num_kv_heads, ...], contiguous. They are float32 if a
+            group has several parts.
+        block_depths: in a tree with a window, the smallest depth in each block of queries; otherwise None.
+        num_runs: the number of (batch, KV head, part) triples. Each of them is a run of query heads.
+        section: the number of runs whose blocks take turns.
+        num_row_blocks: blocks of queries of one head in the arrays of rows.
+    """
 
     dk: Any
     dv: Any
@@ -122,11 +141,22 @@ class KeyWork(NamedTuple):
 
 
 class KeyTask(NamedTuple):
-    """The keys of a CTA: those from `first` on of a sequence of len_k, which begins at token begin_k, and the blocks of
-    queries that see them, by their numbers in the sequence: those in [begin, full_begin) and [full_end, end) need a
-    mask. row: of a batch; out_row: of dk and dv, whose parts lie one behind the other. head: the first of the query
-    heads. row_block: where its first block lies in the arrays of rows; those of the next head lie num_row_blocks
-    behind. depth_end: in a tree with a window, the depth from which on no query sees any of the keys."""
+    """The keys of a CTA, and the blocks of queries that see them.
+
+    Attributes:
+        row: the sequence's place in the batch.
+        out_row: the row of dk and dv. The parts of a group lie one behind the other there.
+        head: the first of the query heads.
+        kv_head: their KV head.
+        first: the first key, counted within the sequence.
+        begin_q, len_q: the sequence has tokens [begin_q, begin_q + len_q) of the tensor of queries.
+        begin_k, len_k: the same for the tensor of keys.
+        begin, end: the blocks of queries that see the keys, counted within the sequence.
+        full_begin, full_end: the blocks [begin, full_begin) and [full_end, end) need a mask; the others need none.
+        row_block: where the first block of queries of `head` lies in the arrays of rows.
+        num_row_blocks: the distance to the first block of the next head there.
+        depth_end: in a tree with a window, queries of this depth and deeper see none of the keys.
+    """
 
     row: Any
     out_row: Any
@@ -147,8 +177,9 @@ class KeyTask(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """The keys of a warpgroup [64], of which each is seen by the queries [seen_from, seen_to); in a tree with a window,
-    by those of them whose `depths` are below depth_end. count: blocks of queries of all heads."""
+    """The keys of a warpgroup [64]. A key is seen by the queries [seen_from, seen_to). In a tree with a window, only
+    those queries among them see it whose depth is below `depth_end`; `depths` points to the depths. `count` is the
+    number of blocks of queries of all heads."""
 
     task: Any
     seen_from: Any
@@ -167,16 +198,16 @@ def _span(cu_seqlens, sequence, tokens):
 
 @gluon.constexpr_function
 def skips_blocks(C: BackwardConstants) -> bool:
-    """Whether queries beyond the window lie between others, as they do in the pre-order of a tree. Elsewhere the scores
-    of the next block are computed ahead."""
+    """Whether whole blocks of queries may be skipped. In a tree with a window, blocks beyond the window lie between
+    others, since tokens are in pre-order. Where nothing is skipped, the scores of the next block are computed ahead."""
     return C.variant.tree and C.variant.window
 
 
 @gluon.jit
 def find_keys(work, batch, C: gl.constexpr):
-    """The task of a CTA. Sections come one after the other, so that what CTAs read at the same time fits the L2 cache;
-    the first blocks of a section, which most causal queries see, go first. A packed block of queries that its sequence
-    ends in needs a mask."""
+    """Returns the task of a CTA. Sections come one after the other, so that what CTAs read at the same time fits the L2
+    cache. Within a section the first blocks come first, because most causal queries see them. If sequences are packed,
+    a block of queries in which the sequence ends needs a mask."""
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant
     BLOCK_M: gl.constexpr = TILE.block_m
@@ -246,21 +277,21 @@ def is_reached(work, task, m, C: gl.constexpr):
 
 @gluon.jit
 def num_masked_blocks(task):
-    """The number of blocks of queries that need a mask."""
+    """Returns the number of blocks of queries that need a mask."""
     return task.full_begin - task.begin + task.end - task.full_end
 
 
 @gluon.jit
 def masked_query_block(task, number):
-    """Number of such a block in the sequence."""
+    """Returns which block of the sequence the `number`-th block with a mask is."""
     m = task.begin + number
     return gl.where(m < task.full_begin, m, m - task.full_begin + task.full_end)
 
 
 @gluon.jit
 def own_keys(n, task, batch, scales, C: gl.constexpr):
-    """`OwnKeys` of the keys n of a sequence."""
-    position = n - (task.len_k - task.len_q)  # of a query that has the key's place
+    """Returns `OwnKeys` for the keys n of a sequence."""
+    position = n - (task.len_k - task.len_q)  # of the query that is the same token as the key
     seen_from = position if C.variant.causal else n * 0
     seen_to, depths, depth_end = seen_from, seen_from, seen_from  # Triton 3.6 takes no None here
     if C.variant.tree:
@@ -288,7 +319,7 @@ def own_keys(n, task, batch, scales, C: gl.constexpr):
 
 @gluon.jit
 def _sees(first, keys, C: gl.constexpr):
-    """[64, columns] which key is seen by which query from `first` on."""
+    """Returns which key is seen by which query, [64, columns]. The first query is `first`."""
     T: gl.constexpr = C.tile
     column = gl.arange(0, T.columns, gl.SliceLayout(0, T.scores))
     seen = column[None, :] >= (keys.seen_from - first)[:, None]
@@ -304,7 +335,8 @@ def _sees(first, keys, C: gl.constexpr):
 
 @gluon.jit
 def weights(scores, shift, first, keys, MASK: gl.constexpr, C: gl.constexpr):
-    """pᵀ of the queries from `first` on, and what their dsᵀ is a multiple of: pᵀ times the slope of the soft cap."""
+    """Returns pᵀ of the queries that begin with `first`, and pᵀ times the slope of the soft cap, which is the factor of
+    their dsᵀ."""
     scales = keys.scales
     if C.variant.soft_cap:
         tanh = 2.0 / (1.0 + gl.exp2(scores * (-2.0 * scales.log2 / scales.soft_cap))) - 1.0

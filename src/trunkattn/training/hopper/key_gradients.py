@@ -1,19 +1,20 @@
 """The consumer warps of the backward pass on Hopper, for heads of up to 128, in Gluon: all gradients in one pass.
 
-A CTA holds 128 keys and values of a KV head and streams blocks of the queries that see them, of every head of the
-group or of some. A producer warp loads by TMA; two consumer warpgroups compute, and each owns 64 of the keys with their
-rows of dk and dv, which stay in its registers. For a block of queries (FlashAttention-3's way,
-https://arxiv.org/abs/2407.08608, with FlashAttention-2's recomputation, https://arxiv.org/abs/2307.08691):
+A CTA holds 128 keys and values of a KV head. It streams blocks of the queries that see them, for every query head of
+the group or for a part of the heads. A producer warp loads by TMA and two consumer warpgroups compute. Each warpgroup
+owns 64 of the keys, and keeps their rows of dk and dv in registers. For each block of queries it computes the following
+(as FlashAttention-3 does, https://arxiv.org/abs/2407.08608, with the recomputation of FlashAttention-2,
+https://arxiv.org/abs/2307.08691):
 
-    sᵀ = k qᵀ, dpᵀ = v doutᵀ            operands are swapped, so that p and ds come in registers as dv and dk need them
+    sᵀ = k qᵀ, dpᵀ = v doutᵀ            operands are swapped, so that registers hold p and ds as dv and dk need them
     pᵀ = exp2(sᵀ · scale - shift), dv += pᵀ dout
     dsᵀ = pᵀ · (dpᵀ - delta), dk += dsᵀ q
-    dq = ds k                           ds by way of shared memory, from both warpgroups
+    dq = ds k                           ds of both warpgroups comes through shared memory
 
-A soft cap multiplies ds by its slope. Sinks are in the shift.
+A soft cap multiplies ds by its slope. The shift includes the sinks.
 
-Each warpgroup computes one half of a block's dq, [64, 64], over all 128 keys, and TMA adds it to memory in float32, in
-the order in which CTAs happen to run.
+Each warpgroup computes one half of a block's dq, [64, 64], over all 128 keys. TMA adds it to memory in float32, in the
+order in which CTAs happen to run.
 """
 
 from typing import Any, NamedTuple
@@ -49,8 +50,8 @@ from trunkattn.training.hopper.key_loads import (
 
 
 class NarrowMemory(NamedTuple):
-    """Shared memory of consumers. loaded: a `KeyMemory`. ds: dsᵀ of two blocks of queries, whose two parts are those of
-    the warpgroups, and ds_panels the same memory in panels of 64 queries."""
+    """Shared memory of the consumers. `loaded` is a `KeyMemory`. `ds` holds dsᵀ of two blocks of queries, each in two
+    parts, one for each warpgroup. `ds_panels` is the same memory in panels of 64 queries."""
 
     loaded: Any
     ds: Any
@@ -58,7 +59,7 @@ class NarrowMemory(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a consumer has beside its sums."""
+    """What a consumer reads, in addition to its sums."""
 
     keys: Any
     memory: Any
@@ -66,8 +67,8 @@ class _Given(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Sums over queries [64, dim] of a warpgroup's keys and values; dk not yet times sm_scale. scores: sᵀ of the next
-    block of queries, if they are computed ahead."""
+    """The sums dk and dv [64, dim] over queries, for the keys of a warpgroup. dk is not yet multiplied by sm_scale.
+    `scores` is sᵀ of the next block of queries, if it is computed ahead."""
 
     dk: Any
     dv: Any
@@ -76,7 +77,8 @@ class _State(NamedTuple):
 
 @gluon.jit
 def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr):
-    """Starts sᵀ of block `index` of queries, if it is `there`: else it is of whatever the memory holds."""
+    """Starts the product sᵀ of block `index` of queries. If there is no such block (`there` is false), the product is
+    not used, and it does not matter what the memory holds."""
     BLOCK_M: gl.constexpr = T.block_m
     SCORES: gl.constexpr = T.scores
     consumer_wait(Full(memory.q_full), index, T, there)
@@ -88,7 +90,7 @@ def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr
 
 @gluon.jit
 def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
-    """Starts dpᵀ of a block of queries."""
+    """Starts the product dpᵀ of a block of queries."""
     BLOCK_M: gl.constexpr = T.block_m
     SCORES: gl.constexpr = T.scores
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
@@ -98,7 +100,7 @@ def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
 
 @gluon.jit
 def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, MASK: gl.constexpr, C: gl.constexpr):
-    """Adds the part of a block of queries to dk and dv, and its dq to memory."""
+    """Adds what a block of queries contributes to dk and dv, and adds its dq to memory."""
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     keys, memory = given.keys, given.memory.loaded
@@ -152,7 +154,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     dq = gl.zeros([64, 64], gl.float32, DQ)
     ds_0 = given.memory.ds_panels.index(2 * buffer * QUERY_PANELS + PANEL_Q).permute((1, 0))
     ds_1 = given.memory.ds_panels.index((2 * buffer + 1) * QUERY_PANELS + PANEL_Q).permute((1, 0))
-    # dQ = dS·K, of the keys of both warpgroups
+    # dQ = dS·K, over the keys of both warpgroups
     dq = warpgroup_mma(ds_0, memory.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
     dq = warpgroup_mma(ds_1, memory.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
     next_scores = state.scores
@@ -174,7 +176,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
 
 @gluon.jit
 def narrow_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
-    """A `NarrowMemory`."""
+    """Allocates a `NarrowMemory`."""
     BLOCK_M: gl.constexpr = T.block_m
     ds = gl.allocate_shared_memory(dtype, [4, WARPGROUP_ROWS, BLOCK_M], SWIZZLED)
     return NarrowMemory(loaded, ds, reinterpret(ds, dtype, (4 * BLOCK_M // 64, WARPGROUP_ROWS, 64), SWIZZLED))
@@ -182,7 +184,7 @@ def narrow_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def consume_narrow(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, narrow, C: gl.constexpr):
-    """Consumer warpgroup 0 or 1."""
+    """Runs consumer warpgroup 0 or 1."""
     T: gl.constexpr = C.tile
     task, memory = find_keys(work, batch, C), narrow.loaded
     DK: gl.constexpr = T.dk

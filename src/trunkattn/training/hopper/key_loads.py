@@ -22,13 +22,14 @@ from trunkattn.training.hopper.key_blocks import (
 
 _NUM_CONSUMERS = gl.constexpr(256)
 _BAR_CONSUMERS = gl.constexpr(12)
-DQ_BOX: Final = (64, 32)  # rows and numbers of float32 of a TMA box
+DQ_BOX: Final = (64, 32)  # a TMA box of dq: rows, and float32 numbers of each row
 FLOAT_BOX = gl.constexpr(DQ_BOX[1])
 
 
 class KeyMemory(NamedTuple):
-    """Shared memory of a CTA, as TMA writes it and as products read it. Tiles of k, q, v and dout have rows of a whole
-    head; panels have 64 numbers of each row."""
+    """Shared memory of a CTA. The fields named boxes are as TMA reads and writes them; the others view the same memory
+    as products read it. A row of the tiles k, q, v and dout is a whole head, and a row of a panel is 64 numbers of
+    one."""
 
     k_boxes: Any
     v_boxes: Any
@@ -56,7 +57,7 @@ class Full(NamedTuple):
 
 
 class _Loads(NamedTuple):
-    """What the producer loads from, and where to."""
+    """Where the producer loads from, and the memory it loads to."""
 
     q_desc: Any
     dout_desc: Any
@@ -66,9 +67,10 @@ class _Loads(NamedTuple):
 
 @gluon.jit
 def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work, given, C: gl.constexpr):
-    """The state after all blocks of queries of all heads of a task: `step(WARPGROUP, state, m, member, index, task,
-    given, MASK, C)` of each block m, the index-th one. Those that need no mask come first. Heads and blocks share one
-    loop, because two nested ones need more registers than there are."""
+    """Calls `step(WARPGROUP, state, m, member, index, task, given, MASK, C)` for each block of queries of each head of
+    a task, and returns the final state. `m` is the number of the block in its sequence, and `index` counts the calls.
+    Blocks that need no mask come first. Heads and blocks share one loop, because two nested loops would need more
+    registers than there are."""
     index, count = 0, task.full_end - task.full_begin
     for number in range(C.members * count):
         m = task.full_begin + number % count
@@ -86,14 +88,14 @@ def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work,
 
 @gluon.jit
 def _load_tile(desc, boxes, at, token, head, batch, full, PANELS: gl.constexpr):
-    """Starts the TMA loads of the panels of a tile, whose first box is box `at`."""
+    """Starts the TMA loads of the panels of a tile. Its first box is box `at`."""
     for part in gl.static_range(PANELS):
         tma_load(desc, [batch, token, head, part * BOX_DIMS], full, boxes.index(at + part))
 
 
 @gluon.jit
 def _produce_block(WARPGROUP: gl.constexpr, state, m, member, index, task, loads, MASK: gl.constexpr, C: gl.constexpr):
-    """Starts the loads of a block of queries: with one barrier what sᵀ and p need, with another dout."""
+    """Starts the loads of a block of queries. What sᵀ and p need completes one barrier, and dout completes another."""
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     BLOCK_M: gl.constexpr = T.block_m
@@ -118,7 +120,7 @@ def _produce_block(WARPGROUP: gl.constexpr, state, m, member, index, task, loads
 
 @gluon.jit
 def produce(work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C: gl.constexpr):
-    """The producer warp."""
+    """Runs the producer warp."""
     T: gl.constexpr = C.tile
     task = find_keys(work, batch, C)
     if task.end > task.begin:
@@ -134,14 +136,14 @@ def produce(work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C
 
 @gluon.jit
 def consumers_meet():
-    """All consumer warps meet."""
+    """Waits until all consumer warps have come here."""
     barrier_sync(_BAR_CONSUMERS, _NUM_CONSUMERS)
 
 
 @gluon.jit
 def zero_rows(tile, count, LAYOUT: gl.constexpr):
-    """Writes zeros to the rows of a tile from `count` on. What TMA reads behind a packed sequence may be NaN, and so
-    may its product with a 0."""
+    """Keeps the first `count` rows of a tile and writes zeros to the others. What TMA reads behind a packed sequence
+    may be NaN, and NaN times 0 is NaN."""
     if count < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
         tile.store(gl.where((row < count)[:, None], tile.load(LAYOUT), 0.0))
@@ -149,8 +151,9 @@ def zero_rows(tile, count, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def write_rows(tile, values, out, token, rows, head, num_heads, first, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Writes the first `rows` rows of a tile's values, which are those of a head from number `first` on, to memory:
-    float32 as they lie, in layout `LAYOUT`, others by way of the tile's shared memory, which has this layout then."""
+    """Writes the first `rows` rows of `values` to memory. Their columns are the dims of a head that begin with `first`.
+    Float32 gradients are stored directly from the layout `LAYOUT`. Gradients of other dtypes are first copied through
+    the tile's shared memory, from which they are read in this layout."""
     if out.dtype.element_ty != gl.float32:
         tile.store(values.to(tile.dtype))
         values = tile.load(LAYOUT)
@@ -167,7 +170,7 @@ def _boxes(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T: gl.constexpr):
-    """Shared memory with all barriers ready."""
+    """Allocates the shared memory and initializes all barriers."""
     STAGES: gl.constexpr = T.num_stages
     DOUT_STAGES: gl.constexpr = T.dout.num_stages
     BLOCK_M: gl.constexpr = T.block_m

@@ -1,4 +1,4 @@
-"""What rows of queries see of a block of keys, in the forward pass on Hopper."""
+"""Which keys of a block each query row sees, in the forward pass on Hopper."""
 
 from typing import Any, NamedTuple
 
@@ -9,16 +9,24 @@ from trunkattn.training.hopper.query_tiles import ALL_SEEN
 
 
 class Sight(NamedTuple):
-    """What rows see, [64]: keys up to `last`, were it no tree, and with a window those of depth `least` and more."""
+    """Bounds of what each of 64 rows sees. Outside a tree a row sees the keys up to `last`. With a window it sees only
+    keys whose depth is at least `least`; outside a tree the depth of a key is its position."""
 
     last: Any
     least: Any
 
 
 class _MaskArgs(NamedTuple):
-    """A block whose column 0 is key `first`. Columns before `begin` belong to another block. In a tree, without a
-    window, ends [block_n] are the ends of the keys' subtrees; with a window, ends and depths are where the tables hold
-    those of the block's first key."""
+    """What the mask of a block depends on.
+
+    Attributes:
+        first: the key in column 0 of the block.
+        begin: the first column that belongs to this block. Columns before it belong to another block.
+        sight: the bounds of the rows.
+        ends: in a tree without a window, where the subtree of each key ends [block_n]. In a tree with a window, a
+            pointer to the subtree end of the block's first key.
+        depths: in a tree with a window, a pointer to the depth of the block's first key.
+    """
 
     first: Any
     begin: Any
@@ -29,7 +37,7 @@ class _MaskArgs(NamedTuple):
 
 @gluon.jit
 def mask_of(args, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block."""
+    """Returns which row sees which key of a block, [64, block_n]."""
     n = gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores))
     mask = n[None, :] <= (args.sight.last - args.first)[:, None]
     if C.variant.packed:
@@ -41,7 +49,7 @@ def mask_of(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def mask_before(args, C: gl.constexpr, T: gl.constexpr):
-    """[64, block_n] which row sees which key of a block, whose keys come before all rows."""
+    """Returns which row sees which key, [64, block_n], of a block whose keys all come before all rows."""
     if C.variant.tree:
         if C.variant.window:
             mask = args.sight.last[:, None] < _of_keys(args.ends, T)[None, :]
@@ -56,17 +64,18 @@ def mask_before(args, C: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _of_keys(first, T: gl.constexpr):
-    """[block_n] what a tree's table says of a block's keys, from the entry of its first key on. No bound is needed: the
-    tables reach a block beyond the tokens."""
+    """Loads the entries of a block's keys from a table of a tree, [block_n]. `first` points to the entry of the first
+    key. No bound is checked, because the tables are longer than the tokens by one block."""
     return gl.load(first + gl.arange(0, T.block_n, gl.SliceLayout(0, T.scores)))
 
 
 @gluon.jit
 def mask_args_of(at, before, sight, tables, SEEN: gl.constexpr, C: gl.constexpr):
-    """Mask of the block whose first key is `at`, `before` columns behind column 0.
+    """Returns the arguments of the mask of a block. Its first key is `at`, which lies in column `before`.
 
-    The ends are read here, so that they arrive while the product q·k runs. With a window, `mask_before` reads both
-    tables: two kept during the product leave too few registers for the scores."""
+    Without a window the subtree ends are loaded here, so that they arrive while the product q·k runs. With a window,
+    `mask_before` loads both tables itself: holding both during the product would leave too few registers for the
+    scores."""
     T: gl.constexpr = C.mainloop
     ends, depths = 0, 0
     if C.variant.tree and SEEN != ALL_SEEN:
@@ -80,7 +89,7 @@ def mask_args_of(at, before, sight, tables, SEEN: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def sight_of(tile, m, tables, C: gl.constexpr):
-    """What rows m [64] of a tile see."""
+    """Returns the bounds of what rows m [64] of a tile see."""
     place = tile.first + m
     if not C.variant.tree:
         place += tile.len_k - tile.len_q

@@ -1,7 +1,7 @@
 """Shared memory of the forward pass on Hopper: tiles of queries and of outputs, pipelines of keys and of values.
 
-A tensor in shared memory is as wide as a power of two. Heads of 136 to 192 dims lie in two parts, of 128 dims and 64,
-where one of 256 would take more memory and more products.
+The width of a tensor in shared memory must be a power of two. A head of 136 to 192 dims is therefore stored in two
+parts, one of 128 dims and one of 64. A single part of 256 dims would take more memory and more matrix products.
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +18,16 @@ _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 
 class ForwardMemory(NamedTuple):
-    """Shared memory of a CTA. q_tiles [consumers, 64, head_dim] and out_tiles, as TMA has them (boxes), and for matrix
-    products; boxes are tuples of parts, and tiles where there are several (see `MainloopTile`). q_full: the full
-    barrier of q_tiles and of `info`, the tile of the queries."""
+    """Shared memory of a CTA.
+
+    Attributes:
+        q_boxes, out_boxes: the queries and the outputs as TMA reads and writes them, as a tuple of parts.
+        q_tiles, out_tiles: the same memory [consumers, 64, head_dim] as matrix products read it. It is a tuple of parts
+            if a head has several (see `MainloopTile`).
+        q_full: the full barrier of the queries and of `info`.
+        info: the fields of the `QueryTile` that the queries belong to.
+        kv: the pipelines of keys and of values.
+    """
 
     q_boxes: Any
     q_tiles: Any
@@ -33,7 +40,7 @@ class ForwardMemory(NamedTuple):
 
 @gluon.jit
 def allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
-    """Shared memory, with all stages of the pipelines empty."""
+    """Allocates the shared memory. All stages of the pipelines are empty."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
     CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
@@ -58,7 +65,8 @@ def allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit
 def _boxes(desc, COUNT: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr):
-    """Memory of the parts of tiles, in boxes of the descriptor, which are as wide as the last part."""
+    """Allocates `COUNT` tiles as a tuple of parts. Each part consists of boxes of the descriptor, which are as wide as
+    the last part."""
     boxes: gl.tuple = ()
     for i in gl.static_range(len(SHAPE.parts)):
         boxes += (_allocate_part(desc, COUNT, ROWS, i, SHAPE),)
@@ -74,7 +82,8 @@ def _allocate_part(desc, COUNT: gl.constexpr, ROWS: gl.constexpr, PART: gl.const
 
 @gluon.jit
 def _in_place_of(q_boxes, out_desc, CONSUMERS: gl.constexpr, SHAPE: gl.constexpr):
-    """Boxes of outputs in the memory of queries, whose first parts are as wide."""
+    """Returns boxes of outputs that lie in the memory of the queries. The parts of a value are as wide as the first
+    parts of a key, so they fit."""
     boxes: gl.tuple = ()
     for i in gl.static_range(len(SHAPE.parts)):
         boxes += (_out_part(q_boxes[i], out_desc, CONSUMERS, i, SHAPE),)
@@ -91,7 +100,8 @@ def _out_part(boxes, out_desc, CONSUMERS: gl.constexpr, PART: gl.constexpr, SHAP
 
 @gluon.jit
 def _tiles(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr, SHAPE: gl.constexpr):
-    """The memory of boxes for matrix products. The boxes of a tile lie as a swizzled tile has its dims."""
+    """Returns the memory of boxes as tiles for matrix products. This works because the boxes of a tile lie where a
+    swizzled tile has the same dims."""
     if len(SHAPE.parts) == 1:
         return _tile_part(boxes[0], COUNT, ROWS, 0, SHAPE)
     else:
@@ -115,7 +125,7 @@ def _pipeline(boxes, SHAPE: gl.constexpr):
 
 @gluon.jit
 def load_tile(desc, batch, token, head, full, boxes, index, SHAPE: gl.constexpr):
-    """Starts to load tile `index` from a token of a head on."""
+    """Starts the loads of tile `index`, whose first row is the given token of a head."""
     BOX: gl.constexpr = SHAPE.parts[-1].width
     for i in gl.static_range(len(SHAPE.parts)):
         for j in gl.static_range(SHAPE.parts[i].width // BOX):
@@ -125,7 +135,7 @@ def load_tile(desc, batch, token, head, full, boxes, index, SHAPE: gl.constexpr)
 
 @gluon.jit
 def store_tile(desc, batch, token, head, boxes, index, SHAPE: gl.constexpr):
-    """Starts to write tile `index` to a token of a head."""
+    """Starts to write tile `index`, whose first row is the given token of a head."""
     BOX: gl.constexpr = SHAPE.parts[-1].width
     for i in gl.static_range(len(SHAPE.parts)):
         for j in gl.static_range(SHAPE.parts[i].width // BOX):

@@ -32,14 +32,16 @@ _BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
 
 
 class _Producer(NamedTuple):
-    """A producer within a tile. token: of the block whose values are not loaded yet, block `index` of the pipelines."""
+    """Where a producer stands within a tile. The values of block `index` of the pipelines are not loaded yet, and
+    `token` is the first token of that block."""
 
     token: Any
     index: Any
 
 
 class _Loads(NamedTuple):
-    """What a tile's blocks are loaded from. begin: token of the first key."""
+    """Where the blocks of a tile are loaded from, and the pipelines they go to. `begin` is the token of the sequence's
+    first key."""
 
     k_desc: Any
     v_desc: Any
@@ -51,7 +53,7 @@ class _Loads(NamedTuple):
 
 @gluon.jit
 def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: gl.constexpr):
-    """Acquires the stage of block `index` and loads it from `token` on."""
+    """Acquires the stage of block `index` and starts its loads. The block begins with `token`."""
     stage = index % SHAPE.num_stages
     full = pipeline.full.index(stage)
     producer_acquire(index, BAR_EMPTY, SHAPE)
@@ -61,7 +63,7 @@ def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: g
 
 @gluon.jit
 def _load_step(state, at, more, loads, SEEN: gl.constexpr, C: gl.constexpr):
-    """Loads the keys of a block, and the values of the one before."""
+    """Loads the keys of a block and the values of the block before it."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
     token = loads.begin + at
@@ -78,13 +80,14 @@ def _acquire_queries(C: gl.constexpr):
 
 @gluon.jit
 def release_queries(C: gl.constexpr):
-    """This warp has read the queries."""
+    """Tells the producer that this warp has read the queries."""
     barrier_arrive(_BAR_Q_EMPTY, C.mainloop.num_threads)
 
 
 @gluon.jit
 def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
-    """Loads the queries of a tile, and tells consumers of it. first: nobody has read queries before."""
+    """Starts to load the queries of a tile and tells the consumers which tile it is. `first` says that no queries were
+    loaded before, so there is nothing to wait for."""
     T: gl.constexpr = C.mainloop
     CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
     if not first:
@@ -104,7 +107,7 @@ def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
-    """Producer warp: draws tiles and loads them."""
+    """Runs the producer warp, which draws tiles and loads them."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
     order = tile_order(q_desc, num_sequences, section, C)
@@ -124,7 +127,8 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
             state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
             _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
             index = state.index + 1
-        number = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)  # consumers have two blocks until it is known
+        # While the number is on its way, consumers have two blocks to compute
+        number = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
     _send_tile(
         q_desc, QueryTile(first=0, head=-1, batch=0, begin_q=0, len_q=0, begin_k=0, len_k=0), memory, turn == 0, C
     )

@@ -1,9 +1,10 @@
 """The tiles of queries of the forward pass on Hopper: their order, and the blocks of keys that each one sees.
 
-CTAs stay and take tile after tile. The producer warp draws the next one from a counter, so that a CTA that is done
-early takes more of them, and tells the consumer warps by shared memory. Tiles of queries that see most come first
-(longest processing time first). All heads would read more keys than the L2 cache holds, so their tiles come in sections
-of a few heads. FlashAttention-3's code has both (https://arxiv.org/abs/2407.08608).
+CTAs are persistent and compute one tile after another. The producer warp draws the number of the next tile from a
+counter, so that a CTA that finishes early computes more tiles. It passes the tile to the consumer warps through shared
+memory. Tiles that see the most keys come first (longest processing time first). The keys of all heads would not fit the
+L2 cache, so tiles are ordered in sections of a few heads. FlashAttention-3's code does both
+(https://arxiv.org/abs/2407.08608).
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +26,16 @@ from trunkattn.training.common import (
 
 
 class Tables(NamedTuple):
-    """Arrays on the device. cu_seqlens_q, cu_seqlens_k: None unless sequences are packed; subtree_end to segments, of
-    `TreeTables`: None without a tree, and depths without a window. next_tile [1]: 0 at launch. window: keys to each
-    side, or `UNLIMITED`. sinks [num_qo_heads]: or None."""
+    """Arrays on the device, and the window.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: where packed sequences begin. Both are None unless sequences are packed.
+        subtree_end, depths, segment_of, segments: the fields of `TreeTables`. They are None without a tree, and depths
+            is also None without a window.
+        next_tile: the counter of tiles [1], which is 0 at launch.
+        window: keys to each side, or `UNLIMITED`.
+        sinks: the logit of each head's sink [num_qo_heads], or None.
+    """
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -41,7 +49,8 @@ class Tables(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """How tiles are counted: blocks of queries of a head, heads of all sequences of a batch, and of a section."""
+    """How tiles are counted. `num_blocks` is the number of query blocks of a head, `num_heads` the number of heads of
+    all sequences of a batch, and `section` the number of heads of a section."""
 
     num_blocks: Any
     num_heads: Any
@@ -49,9 +58,15 @@ class TileOrder(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """Queries from token `first` of a sequence on, of one head. The sequence has tokens [begin_q, begin_q + len_q) of
-    the queries' tensor, and of the keys' alike; begin_k is -1 of tokens behind the last sequence. head: -1 after the
-    last tile."""
+    """A tile of queries of one head, which begins with token `first` of a sequence.
+
+    Attributes:
+        first: the first token, counted within the sequence.
+        head: the query head, or -1 after the last tile.
+        batch: the sequence's place in the batch.
+        begin_q, len_q: the sequence has tokens [begin_q, begin_q + len_q) of the tensor of queries.
+        begin_k, len_k: the same for the tensor of keys. begin_k is -1 for tokens behind the last packed sequence.
+    """
 
     first: Any
     head: Any
@@ -63,8 +78,14 @@ class QueryTile(NamedTuple):
 
 
 class TileKeys(NamedTuple):
-    """The keys of a tile: those of its sequence, or of its own segment in a tree, as `Ranges`; the first key of their
-    last block, which a kernel takes first; the segment; and the `Depths` of the tile."""
+    """The keys of a tile.
+
+    Attributes:
+        ranges: the `Ranges` of its sequence, or in a tree, of its own segment.
+        last: the first key of their last block, which a kernel computes first.
+        segment: the tile's own segment in a tree, otherwise 0.
+        depths: the `Depths` of the tile.
+    """
 
     ranges: Any
     last: Any
@@ -73,27 +94,27 @@ class TileKeys(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Where the last block is loaded from: token `token`, which is `before` tokens before the block."""
+    """Where the loads of the last block begin: at `token`, which is `before` tokens before the block."""
 
     token: Any
     before: Any
 
 
-# Which keys of a block a row sees: all; what its mask says; of a block where every key comes before every row, those
-# whose subtree holds it, and those in its window
+# Which keys of a block a row sees. ALL_SEEN: all of them. MASKED: those that `mask_of` says. MASKED_BEFORE: every key
+# comes before every row, and a row sees the keys whose subtree holds it and which lie in its window (`mask_before`).
 ALL_SEEN, MASKED, MASKED_BEFORE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 FIELDS = gl.constexpr(len(QueryTile._fields))
 INFO_SLOTS = gl.constexpr(8)  # a power of two
-# Numbers over the threads of a warp, and of a warpgroup
+# Layouts that spread numbers over the threads of one warp, and of one warpgroup
 IN_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 IN_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
 def read_tile(info, full, turn):
-    """The tile at a turn of a CTA, once the producer has written it. A warpgroup reads it. info: the tile's fields in
-    shared memory, int32 [8, 1]; full: their full barrier."""
+    """Returns the tile of a CTA's turn, after the producer has written it. All warps of a warpgroup call this. `info`
+    holds the tile's fields in shared memory, int32 [8, 1], and `full` is its full barrier."""
     mbarrier.wait(full, turn % 2)
     fields: gl.tuple = ()
     for i in gl.static_range(FIELDS):
@@ -103,7 +124,8 @@ def read_tile(info, full, turn):
 
 @gluon.jit
 def tile_order(q_desc, num_sequences, section, C: gl.constexpr):
-    """The order of the tiles. Packed tokens after the last sequence are one more, without keys."""
+    """Returns the order of the tiles. Packed tokens behind the last sequence count as one more sequence without
+    keys."""
     BLOCK_M: gl.constexpr = C.tile.block_m
     if C.variant.packed:
         num_blocks = q_desc.shape[1] // BLOCK_M + num_sequences + 1
@@ -114,7 +136,7 @@ def tile_order(q_desc, num_sequences, section, C: gl.constexpr):
 
 @gluon.jit
 def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.constexpr):
-    """Tile `number` of all. It may have no queries."""
+    """Returns tile `number` of all tiles. It may have no queries."""
     BLOCK_M: gl.constexpr = C.tile.block_m
     of_section = order.section * order.num_blocks
     first_head = number // of_section * order.section
@@ -160,7 +182,7 @@ def _tile_depths(tile, tables, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def tile_keys(tile, tables, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The keys of a tile. LAYOUT: of numbers over the warps that call it."""
+    """Returns the keys of a tile. `LAYOUT` spreads numbers over the warps that call this."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant
@@ -174,9 +196,11 @@ def tile_keys(tile, tables, LAYOUT: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def last_box(tile, keys, C: gl.constexpr):
-    """Where the last block of a tile is loaded from. What lies behind a packed sequence may be NaN, whose product with
-    a weight of 0 is NaN; so a block that the sequence ends in begins before it. A tile without keys has a block of what
-    TMA fills in."""
+    """Returns where the loads of a tile's last block begin.
+
+    What lies behind a packed sequence may be NaN, and NaN times a weight of 0 is NaN. So the loads of a block in which
+    the sequence ends begin early enough to end with the sequence. A tile without keys loads a block outside the tensor,
+    which TMA fills with zeros."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     before = 0
     if C.variant.packed:
@@ -187,10 +211,11 @@ def last_box(tile, keys, C: gl.constexpr):
 
 @gluon.jit
 def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.constexpr):
-    """The state after all blocks of a tile but the last one, from which it goes down: `step(state, at, more, given,
-    SEEN, C)` of each block, where `at` is its first key and `more` says that the next one follows for sure. In a tree
-    it goes up the segments from the tile to the root, as the portable kernel does. Blocks that a window begins in come
-    behind those that all rows see."""
+    """Calls `step(state, at, more, given, SEEN, C)` for each block of a tile except the last one, and returns the final
+    state. `at` is the first key of the block, and `more` says that another block certainly follows.
+
+    Blocks are visited downwards from the last one. In a tree the walk then goes up the segments from the tile to the
+    root, as in the portable kernel. Blocks in which a window begins come after those that all rows see."""
     BLOCK_N: gl.constexpr = C.tile.block_n
     TILE: gl.constexpr = C.tile
     VARIANT: gl.constexpr = C.variant

@@ -1,12 +1,12 @@
 """The consumer warps of the backward pass on Hopper for heads above 128, in Gluon: all gradients in one pass.
 
-Sums of 64 keys of such a head do not fit the registers of a warpgroup. So a CTA holds 64 keys, and both consumer
-warpgroups share them. Of a block of 64 queries each computes pᵀ and dsᵀ of 32, as `key_gradients` has them, and brings
-both to shared memory. From there each computes what belongs to its half of the numbers of a head: dv, dk, and dq over
-all keys, which TMA adds to memory in float32.
+The sums dk and dv of 64 such keys do not fit the registers of one warpgroup. So a CTA holds 64 keys, and both consumer
+warpgroups share them. From a block of 64 queries each warpgroup takes 32, computes their pᵀ and dsᵀ (`key_gradients`
+has the formulas), and writes both to shared memory. From there each warpgroup computes dv, dk and dq for its half of
+the dims of a head. TMA adds dq to memory in float32.
 
-Heads of 192 have three panels of 64 numbers. What lies in memory behind them is not loaded, and reaches only what is
-not written.
+A head of 192 has three panels of 64 dims. The fourth panel of shared memory is never loaded, and what is computed from
+it is never written.
 """
 
 from typing import Any, NamedTuple
@@ -41,13 +41,20 @@ from trunkattn.training.hopper.key_loads import (
 )
 
 _PANEL = gl.constexpr(64)
-_HALF_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # rows of 32 numbers lie in whole tiles
+_HALF_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # a row of 32 numbers is as long as the swizzle
 
 
 class WideMemory(NamedTuple):
-    """Shared memory of consumers. loaded: a `KeyMemory`. q_halves, dout_halves: its panels in halves of 32 queries;
-    k_columns to dout_columns: its tiles in halves of their columns. weights: pᵀ and dsᵀ [64, 64], and weight_halves
-    [64, 32] the same memory by warpgroups."""
+    """Shared memory of the consumers.
+
+    Attributes:
+        loaded: a `KeyMemory`. The other fields up to dout_columns view its memory in other shapes.
+        q_halves, dout_halves: panels in halves of 32 queries.
+        q_panels, dout_panels: panels of 64 queries and 64 dims.
+        k_columns, v_columns, q_columns, dout_columns: tiles in halves of their columns.
+        weights: pᵀ and dsᵀ [64, 64].
+        weight_halves: the same memory in halves [64, 32], one for each warpgroup.
+    """
 
     loaded: Any
     q_halves: Any
@@ -63,7 +70,7 @@ class WideMemory(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a consumer has beside its sums."""
+    """What a consumer reads, in addition to its sums."""
 
     keys: Any
     memory: Any
@@ -71,8 +78,8 @@ class _Given(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Sums over queries [64, half of dim] of a warpgroup's columns; dk not yet times sm_scale. scores: sᵀ [64, 32] of
-    the next block of queries, if they are computed ahead."""
+    """The sums dk and dv [64, half of dim] over queries, for the columns of a warpgroup. dk is not yet multiplied by
+    sm_scale. `scores` is sᵀ [64, 32] of the next block of queries, if it is computed ahead."""
 
     dk: Any
     dv: Any
@@ -81,7 +88,7 @@ class _State(NamedTuple):
 
 @gluon.jit
 def wide_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
-    """A `WideMemory`."""
+    """Allocates a `WideMemory`."""
     HALF: gl.constexpr = _PANEL // 2
     K_PANELS: gl.constexpr = T.dim // _PANEL
     V_PANELS: gl.constexpr = T.dim_v // _PANEL
@@ -109,7 +116,8 @@ def wide_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
 def _start_product(
     WARPGROUP: gl.constexpr, panels, halves, stage, COUNT: gl.constexpr, ROOM: gl.constexpr, T: gl.constexpr
 ):
-    """Starts the product [64, 32] of a CTA's keys or values and a warpgroup's queries or dout, over panels."""
+    """Starts the product [64, 32] of the CTA's keys (or values) and the warpgroup's queries (or dout), as a sum over
+    `COUNT` panels. A tile has room for `ROOM` panels."""
     COLUMNS: gl.constexpr = T.columns
     SCORES: gl.constexpr = T.scores
     product = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, SCORES)
@@ -121,7 +129,8 @@ def _start_product(
 
 @gluon.jit
 def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr):
-    """Starts sᵀ of block `index` of queries, if it is `there`: else it is of whatever the memory holds."""
+    """Starts the product sᵀ of block `index` of queries. If there is no such block (`there` is false), the product is
+    not used, and it does not matter what the memory holds."""
     consumer_wait(Full(memory.loaded.q_full), index, T, there)
     ROOM: gl.constexpr = T.dim // _PANEL
     panels, stage = memory.loaded.k_panels, index % T.num_stages
@@ -130,7 +139,7 @@ def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr
 
 @gluon.jit
 def _zero_panels(panels, at, count, PANELS: gl.constexpr, C: gl.constexpr):
-    """Writes zeros to the rows of a tile from `count` on, whose first panel is panel `at`."""
+    """Keeps the first `count` rows of a tile and writes zeros to the others. The tile's first panel is panel `at`."""
     COPY: gl.constexpr = C.tile.copy_panel
     if count < _PANEL:
         for part in gl.static_range(PANELS):
@@ -139,7 +148,7 @@ def _zero_panels(panels, at, count, PANELS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, MASK: gl.constexpr, C: gl.constexpr):
-    """Adds the part of a block of queries to dk and dv, and its dq to memory."""
+    """Adds what a block of queries contributes to dk and dv, and adds its dq to memory."""
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     SCORES: gl.constexpr = T.scores
@@ -175,7 +184,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     dv = warpgroup_mma(memory.weights.index(0), dout_columns, state.dv, is_async=True)
     ds = memory.weights.index(1)
     dk = warpgroup_mma(ds, memory.q_columns.index(2 * stage + WARPGROUP), state.dk, is_async=True)
-    FIRST: gl.constexpr = WARPGROUP * K_ROOM // 2  # panel of dq of this warpgroup, which has one more or not
+    FIRST: gl.constexpr = WARPGROUP * K_ROOM // 2  # this warpgroup's first panel of dq; it may have a second
     MORE: gl.constexpr = T.key_panels > FIRST + 1
     dq = _start_dq(ds, loaded.k_panels.index(FIRST), T)
     dv = warpgroup_mma_wait(2, deps=(dv,))
@@ -202,7 +211,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
 
 @gluon.jit
 def _start_dq(ds, k_panel, T: gl.constexpr):
-    """Starts a panel of dq [64, 64]."""
+    """Starts the product for a panel of dq [64, 64]."""
     DQ: gl.constexpr = T.dq
     zeros = gl.zeros([_PANEL, _PANEL], gl.float32, DQ)
     return warpgroup_mma(ds.permute((1, 0)), k_panel, zeros, use_acc=False, is_async=True)
@@ -210,7 +219,7 @@ def _start_dq(ds, k_panel, T: gl.constexpr):
 
 @gluon.jit
 def _add_dq(WARPGROUP: gl.constexpr, dq, row, PANEL: gl.constexpr, dq_desc, loaded):
-    """Starts to add a panel of dq to memory, from row `row` on."""
+    """Starts to add a panel of dq to memory. Its first row is `row`."""
     loaded.dq.index(WARPGROUP).store(dq)
     fence_async_shared()
     for part in gl.static_range(2):
@@ -219,7 +228,7 @@ def _add_dq(WARPGROUP: gl.constexpr, dq, row, PANEL: gl.constexpr, dq_desc, load
 
 @gluon.jit
 def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, memory, C: gl.constexpr):
-    """Consumer warpgroup 0 or 1."""
+    """Runs consumer warpgroup 0 or 1."""
     T: gl.constexpr = C.tile
     task, loaded = find_keys(work, batch, C), memory.loaded
     DK: gl.constexpr = T.dk
