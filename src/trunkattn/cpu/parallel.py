@@ -174,9 +174,9 @@ def flat(cache: torch.Tensor, dtype: torch.dtype) -> tuple[NDArray, Strides]:
     """A cache of any strides (last dimension contiguous) as a flat array, and its strides."""
     pages, tokens, heads, width = cache.shape
     strides = strides_of(cache)
-    span = (pages - 1) * strides.page + (tokens - 1) * strides.token + (heads - 1) * strides.head + width
-    span = span if cache.numel() else 0
-    return cache.as_strided((span,), (1,)).view(dtype).numpy(), strides
+    extent = (pages - 1) * strides.page + (tokens - 1) * strides.token + (heads - 1) * strides.head + width
+    extent = extent if cache.numel() else 0
+    return cache.as_strided((extent,), (1,)).view(dtype).numpy(), strides
 
 
 # NumPy's type of a cache's bits, by torch's.

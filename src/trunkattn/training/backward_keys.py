@@ -22,7 +22,7 @@ from trunkattn.training.common import (
     logits_of,
     row_places,
     sees,
-    span,
+    sequence_range,
     store_tile,
     through_cap,
 )
@@ -217,8 +217,8 @@ def keys_kernel(
     begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, batch.seqlen_k
     if VARIANT.packed:
         sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
-        begin_q, len_q = span(batch.cu_seqlens_q, sequence, seqlen_q)
-        begin_k, len_k = span(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, seqlen_q)
+        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
     first = number * BLOCK_N
     k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
     v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head

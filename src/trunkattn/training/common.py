@@ -146,11 +146,19 @@ def find_sequence(block, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def span(cu_seqlens, sequence, tokens):
-    """(first token, length) of a packed sequence, clamped to the tensor for any values of cu_seqlens."""
+def sequence_range(cu_seqlens, sequence, tokens):
+    """Returns the first token and the length of a packed sequence. Both are clamped to the `tokens` of the tensor,
+    whatever cu_seqlens holds. The first token is int64, so that offsets computed from it do not overflow."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence), 0), tokens)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1), begin), tokens)
     return begin.to(tl.int64), end - begin
+
+
+@triton.jit
+def sequence_range_32(cu_seqlens, sequence, tokens):
+    """Returns the same as `sequence_range`, in int32 as TMA's coordinates are."""
+    begin, length = sequence_range(cu_seqlens, sequence, tokens)
+    return begin.to(tl.int32), length.to(tl.int32)
 
 
 @triton.jit
@@ -314,8 +322,8 @@ def find_queries(
         block = batch.num_blocks - 1 - block
     if VARIANT.packed:
         sequence, block = find_sequence(block, batch.cu_seqlens_q, batch.num_sequences, TILE.block_m)
-        begin_q, len_q = span(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-        begin_k, len_k = span(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
+        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
     q_head = q + row * strides.q_batch + begin_q * strides.q_token + head * strides.q_head
     kv_head = head // SHAPE.group_size
     k_head = k + row * strides.k_batch + begin_k * strides.k_token + kv_head * strides.k_head

@@ -23,7 +23,7 @@ from trunkattn.training.common import (
     arguments,
     contiguous_or_none,
     find_sequence,
-    span,
+    sequence_range,
     store_tile,
     with_batch,
     with_last_contiguous,
@@ -120,7 +120,7 @@ def _find_block(batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     begin, length = 0, batch.seqlen_q
     if PACKED:
         sequence, number = find_sequence(number, batch.cu_seqlens_q, batch.num_sequences, BLOCK)
-        begin, length = span(batch.cu_seqlens_q, sequence, batch.seqlen_q)
+        begin, length = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
     return _Block(row, head, number * BLOCK, begin, length)
 
 

@@ -10,7 +10,7 @@ from trunkattn.gpu.hopper.online_softmax import copy_layout
 from trunkattn.gpu.hopper.pipeline import PipelineShape
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.backward_keys import seen_by
-from trunkattn.training.common import Variant, find_sequence, span
+from trunkattn.training.common import Variant, find_sequence, sequence_range_32
 from trunkattn.training.spec import hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288
@@ -190,12 +190,6 @@ class OwnKeys(NamedTuple):
     count: Any
 
 
-@gluon.jit
-def _span(cu_seqlens, sequence, tokens):
-    begin, length = span(cu_seqlens, sequence, tokens)
-    return begin.to(gl.int32), length.to(gl.int32)
-
-
 @gluon.constexpr_function
 def skips_blocks(C: BackwardConstants) -> bool:
     """Whether whole blocks of queries may be skipped. In a tree with a window, blocks beyond the window lie between
@@ -225,8 +219,8 @@ def find_keys(work, batch, C: gl.constexpr):
     row_block = run * C.members * work.num_row_blocks
     if VARIANT.packed:
         sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
-        begin_q, len_q = _span(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-        begin_k, len_k = _span(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+        begin_q, len_q = sequence_range_32(batch.cu_seqlens_q, sequence, batch.seqlen_q)
+        begin_k, len_k = sequence_range_32(batch.cu_seqlens_k, sequence, batch.seqlen_k)
         row_block += begin_q // BLOCK_M + sequence
     first = number * BLOCK_N
     n = first + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))

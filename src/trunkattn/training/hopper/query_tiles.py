@@ -20,7 +20,7 @@ from trunkattn.training.common import (
     masked_blocks,
     own_segment,
     path_keys,
-    span,
+    sequence_range_32,
     visible_keys,
 )
 
@@ -148,8 +148,8 @@ def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.conste
     if C.variant.packed:
         sequence, block = find_sequence(block, tables.cu_seqlens_q, num_sequences + 1, BLOCK_M)
         if sequence < num_sequences:
-            begin_q, len_q = _span(tables.cu_seqlens_q, sequence, len_q)
-            begin_k, len_k = _span(tables.cu_seqlens_k, sequence, len_k)
+            begin_q, len_q = sequence_range_32(tables.cu_seqlens_q, sequence, len_q)
+            begin_k, len_k = sequence_range_32(tables.cu_seqlens_k, sequence, len_k)
         else:
             begin_q = gl.minimum(gl.maximum(gl.load(tables.cu_seqlens_q + sequence), 0), len_q)
             len_q, begin_k, len_k = len_q - begin_q, -1, 0
@@ -162,12 +162,6 @@ def find_tile(number, order, q_desc, k_desc, tables, num_sequences, C: gl.conste
         begin_k=begin_k,
         len_k=len_k,
     )
-
-
-@gluon.jit
-def _span(cu_seqlens, sequence, tokens):
-    begin, length = span(cu_seqlens, sequence, tokens)
-    return begin.to(gl.int32), length.to(gl.int32)
 
 
 @gluon.jit
