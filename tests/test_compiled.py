@@ -97,26 +97,35 @@ def compile_events(announcer: compiled.Announcer, module: str, seconds: float) -
     announcer.on_end(event)
 
 
-def test_the_second_long_compilation_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_second_long_compilation_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
     announcer = compiled.Announcer()
     compile_events(announcer, "somebody.elses", 0.4)
     compile_events(announcer, "trunkattn.planner.planner", 0.0)
     compile_events(announcer, "trunkattn.planner.planner", 0.4)
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
     for _ in range(2):
         compile_events(announcer, "trunkattn.cpu.parallel", 0.0)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith("trunkattn: compiling what runs on the CPU") and str(compiled.cache_folder()) in said
+    (said,) = caplog.messages
+    assert said.startswith("trunkattn compiles what runs on the CPU") and str(compiled.cache_folder()) in said
 
 
-def test_without_a_folder_the_announcement_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_folder_the_announcement_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written"):
         compiled.announce(None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled.announce("/somewhere")
-    assert capsys.readouterr().err.endswith("/somewhere\n")
+    assert [message.endswith(" /somewhere") for message in caplog.messages] == [True]
+
+
+def test_the_announcement_is_seen_without_a_configured_log_and_can_be_silenced() -> None:
+    announce = "from trunkattn.compiled import announce; announce('/somewhere')"
+    silence = "import logging; logging.getLogger('trunkattn').setLevel('ERROR')"
+    said = "trunkattn compiles what runs on the CPU, 10 to 40 s once, and keeps it in /somewhere\n"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    for code, expected in ((announce, said), (f"{silence}; {announce}", "")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", expected)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ the cache depends on every source that is compiled.
 """
 
 import hashlib
-import sys
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import numba
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
+_LOG: Final = logging.getLogger(__name__)
 _PACKAGE: Final = Path(__file__).parent
 # The files and folders with compiled functions, and with constants that these are compiled with.
 COMPILED_SOURCES: Final = (
@@ -124,7 +125,8 @@ def _is_ours(event: Any) -> bool:
 
 
 def announce(folder: str | None) -> None:
-    """Prints to stderr that code is being compiled, or warns that every process will compile it again."""
+    """Logs that code is being compiled, or warns that every process will compile it again. The level of the log entry
+    is WARNING, the lowest one that Python shows where nobody has configured logging."""
     if folder is None:
         warnings.warn(
             "trunkattn compiles what runs on the CPU, 10 to 40 s, and finds no folder to keep it in, so every process "
@@ -133,7 +135,7 @@ def announce(folder: str | None) -> None:
             stacklevel=2,
         )
     else:
-        print(f"trunkattn: compiling what runs on the CPU, 10 to 40 s once; it is kept in {folder}", file=sys.stderr)
+        _LOG.warning("trunkattn compiles what runs on the CPU, 10 to 40 s once, and keeps it in %s", folder)
 
 
 event.register("numba:compile", Announcer())

@@ -6,6 +6,7 @@ process fails, that first plan compiles, as it would without the process.
 """
 
 import json
+import logging
 import subprocess
 import sys
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from trunkattn.compiled import cache_folder
 from trunkattn.gpu.cards import GpuFacts
 
+_LOG: Final = logging.getLogger(__name__)
 _MODULE: Final = "trunkattn.gpu.compile_planner"
 _LONGEST_WAIT_S: Final = 120.0
 
@@ -29,7 +31,7 @@ class HostPlanner:
         if process is None:
             return
         if process.poll() is None:
-            print("trunkattn: waiting for the planner to be compiled, up to 40 s once", file=sys.stderr)
+            _LOG.warning("trunkattn waits until its planner is compiled, up to 40 s once")
         try:
             process.wait(_LONGEST_WAIT_S)
         except subprocess.TimeoutExpired:
