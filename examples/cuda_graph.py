@@ -36,7 +36,7 @@ def main() -> None:
         max_query_tokens=MAX_REQUESTS,
         max_pages_per_request=256,
         num_pages=NUM_PAGES,
-        max_query_len=1,  # decoding alone
+        max_query_len=1,  # only decoding
     )
     attn = BatchAttention(config, device="cuda", capacity=capacity)
     k_cache, v_cache = torch.randn(2, NUM_PAGES, PAGE, 8, 128, dtype=torch.bfloat16, device="cuda")

@@ -18,7 +18,7 @@ BLOCK = 64  # keys of a step of the online softmax
 
 @dataclass
 class Node:
-    """Tokens [start, end) that exactly `rows` share. A row's private rest is a node of that row alone."""
+    """Tokens [start, end) that exactly `rows` share. A row's private rest is a node of only that row."""
 
     start: int
     end: int

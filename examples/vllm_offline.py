@@ -56,7 +56,7 @@ def answer(arguments: argparse.Namespace, backend: str) -> tuple[list[str], floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder or the name of a model on Hugging Face")
-    parser.add_argument("--only", choices=list(BACKENDS), help="one of the two alone")
+    parser.add_argument("--only", choices=list(BACKENDS), help="run only this one")
     parser.add_argument("--questions", type=int, default=64, help="requests (default: 64)")
     parser.add_argument("--repeat", type=int, default=300, help="20-token parts of the document (default: 300)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer, 2 or more (default: 128)")

@@ -26,7 +26,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="SGLang alone has cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="only SGLang has cpu")
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None) -> tuple[Adapter, argparse.Namespace]:

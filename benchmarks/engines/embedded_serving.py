@@ -8,12 +8,12 @@ Poisson arrivals at 85 % of the rate that the engine completes (on a GPU: starts
 requests at the same moments run under `prefill_first` and under `chunked_prefill` with several token budgets, on a GPU
 each with attention of prompts and decodes one after the other (`serial`) and as `auto` has it. Mixes (Figure 15):
 requests of equal length that all wait, a few at a time, with 8 to 24 prompt tokens per output token. Nothing is shared
-between the prompts, and prefixes are not cached: this is about scheduling alone.
+between the prompts, and prefixes are not cached: this is only about scheduling.
 
 On a GPU the model is POD's, Llama-3-8B, with random weights, and stalls are those of POD's Table 5, of 200 and 500 ms:
 what a person notices is no shorter on a faster card. On a CPU all is scaled to the machine: POD's decode step takes
 40 ms (the median under vLLM in its Table 5), so its stalls of 200 and 500 ms are 5 and 12.5 decode steps, and its
-steps with chunks of 1,536 tokens 2.5 to 3.75. There the unit is a step of one decode alone, and the budget that makes a
+steps with chunks of 1,536 tokens 2.5 to 3.75. There the unit is a step of a single decode, and the budget that makes a
 step with a chunk so long is 96 tokens: a CPU is bound by compute from fewer tokens on.
 """
 
@@ -62,7 +62,7 @@ class Scale:
     Attributes:
         max_num_seqs: answers at once.
         capacity_token: of the last answer, when all are there at once, whose time tells the engine's capacity: -1, the
-            last one. Or 0, the first one, where the last answers alone take longer than many prompts do.
+            last one. Or 0, the first one, where the last answers by themselves take longer than many prompts do.
         divisor, shortest, longest: of the trace's (prompt, output) tokens.
         budgets: of `chunked_prefill`, in tokens.
         executions: of the attention under `chunked_prefill`; `prefill_first`, whose steps are of one kind, takes the

@@ -109,7 +109,7 @@ def beside(run: Mapping[str, Any], first: Mapping[str, Any], step: float) -> dic
 
 
 def same_bits(run: Mapping[str, Any]) -> dict[str, int]:
-    """How many requests have the same tokens and log-probabilities alone and batched."""
+    """How many requests have the same tokens and log-probabilities by themselves and batched."""
     same = {
         name: sum(a == b for a, b in zip(run["alone"], batched, strict=True))
         for name, batched in zip(ROUNDS, run["rounds"], strict=True)

@@ -176,7 +176,7 @@ class Adapter(Protocol):
         """Starts of each back end that tpot.py runs."""
 
     def tpot_facts(self, arguments: argparse.Namespace) -> dict[str, Any]:
-        """What a result of tpot.py says of this engine alone."""
+        """What a result of tpot.py says of only this engine."""
 
     def serving_starts(self, arguments: argparse.Namespace) -> list[Start]:
         """Starts of each back end that serving.py runs."""

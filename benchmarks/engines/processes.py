@@ -51,8 +51,8 @@ def collect(started: Sequence[Started], receive: Callable[[str, Any], None]) -> 
 
 def _drain(each: Started, receive: Callable[[str, Any], None]) -> bool:
     """Passes on what has come; whether more may come."""
-    # The connection alone does not tell: what an engine has forked may live on, and hold its other end open. Looked at
-    # first, since a process that has ended has sent all that it ever will.
+    # The connection does not tell: what an engine has forked may live on and hold its other end open. The process is
+    # looked at first, since one that has ended has sent all that it ever will.
     alive = each.process.is_alive()
     while each.answers.poll():
         try:

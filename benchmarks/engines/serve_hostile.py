@@ -9,7 +9,7 @@ stop, slow or fill a server: bodies that are large, deep or wrong, lists without
 overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
 pause longer than half a second, and no /health later than a fifth. Last come the clients of `serve_load`, while all of
 it is sent again and again. The machine must be idle: what else it does pauses the witness too, so that the script first
-measures the pauses of a witness alone. The result is written after every kind.
+measures the pauses of a witness by itself. The result is written after every kind.
 """
 
 import argparse
@@ -304,7 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, metavar="KIND", help="what to measure")
     parser.add_argument("--resume", action="store_true", help="leave out what the result has of this commit")
-    parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness alone")
+    parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness by itself")
     parser.add_argument("--load-seconds", type=integer(1, 86_400), default=180, help=f"of {LOAD}")
     parser.add_argument("--times", type=integer(1, 64), default=3, help="requests of a kind at once")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
 """SGLang, as the scripts ask for it.
 
 A back end is NAME[@PAGE_SIZE], or PROMPTS+DECODING[@PAGE_SIZE] for one of each; without a page size it is SGLang's own,
-one token. Ours is trunk. SGLang sends a request's first token alone and later ones several at a time, so that its front
-end keeps up with all requests.
+one token. Ours is trunk. SGLang sends a request's first token by itself and later ones several at a time, so that its
+front end keeps up with all requests.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def cache_tokens(config: Mapping[str, Any], kv_gib: float, cards: int) -> int:
 
 
 def check_cache(engine: Any, wanted: int | None) -> None:
-    """Raises RuntimeError if the cache holds fewer tokens than are wanted: SGLang takes less with a warning alone."""
+    """Raises RuntimeError if the cache holds fewer tokens than are wanted: SGLang takes less and only warns."""
     if wanted and (held := engine.get_server_info()["max_total_num_tokens"]) < LEAST_CACHE * wanted:
         raise RuntimeError(
             f"SGLang's cache holds {held} tokens: expected {wanted}; lower --kv-gib or start fewer engines at once"

@@ -6,7 +6,7 @@
 Batches are those of `engines/tpot.py`, priced as they are when a request has 72 tokens of its answer. Arrivals are
 those of `engines/serving.py`, replayed through the analysis with the engine's bounds and its way to compute prompts;
 --trace as there. `terms_ms` says what a predicted time is made of; that of arrivals is a step without prompts, with the
-mean number of decodes. The constants of a card are fitted to its batches of Llama-3-8B on one card alone: all other
+mean number of decodes. The constants of a card are fitted only to its batches of Llama-3-8B on one card: all other
 models, caches and numbers of cards, and all arrivals, are predictions.
 """
 

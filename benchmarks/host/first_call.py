@@ -3,7 +3,7 @@
     python -m benchmarks.host.first_call                                     # results/first-call-cpu.json
     python -m benchmarks.host.first_call --source ../old --source .          # checkouts, in turns
 
-Every figure is of a fresh process; medians of `--rounds`. `import_ms`: of the name alone, after torch, and whether it
+Every figure is of a fresh process; medians of `--rounds`. `import_ms`: of only the name, after torch, and whether it
 loaded Numba and LLVM. `cold`: with an empty folder for compiled code (NUMBA_CACHE_DIR); `warm`: with the folder that a
 cold process left. `*_cpu_s` is the time that the process computed, which other load changes less than `*_s`.
 `stderr`: what a cold process says there.

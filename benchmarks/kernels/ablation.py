@@ -2,7 +2,7 @@
 and nested subtiles (PAT's Figures 5a and 11).
 
     python -m benchmarks.kernels.ablation                     # results/ablation-CARD.json
-    python -m benchmarks.kernels.ablation --no-ncu            # times alone
+    python -m benchmarks.kernels.ablation --no-ncu            # only times
 
 Times and errors are measured as in decode.py. Bytes are those that the tile list is planned to move and, where Nsight
 Compute's `ncu` is on PATH, those that it counts between the L2 cache and DRAM, each variant run once on a cold cache.

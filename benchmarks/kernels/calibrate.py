@@ -1,8 +1,8 @@
 """Measures every tiling of PAT's trees and of ragged batches on this card, and fits the tile table's times to them.
 
     python -m benchmarks.kernels.calibrate [--heads 32/8 16/8]     # results/calibration-CARD.json
-    python -m benchmarks.kernels.calibrate --trees 3_16384 --ragged      # these alone; the file keeps the other batches
-    python -m benchmarks.kernels.calibrate --fit FILE              # the fit alone, on what was measured; needs no GPU
+    python -m benchmarks.kernels.calibrate --trees 3_16384 --ragged      # only these; the file keeps the other batches
+    python -m benchmarks.kernels.calibrate --fit FILE              # only the fit, on what was measured; needs no GPU
 
 The fit looks for the times (block_ns and chain_ns of each tile, and launch_ns) with the least error of the predicted
 times and the least loss of the tiling that they would choose against the best one, by random steps from today's table.

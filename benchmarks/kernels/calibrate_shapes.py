@@ -1,9 +1,9 @@
 """Measures every tiling of the decode attention of models' shapes on this card, and fits the times of their tiles.
 
     python -m benchmarks.kernels.calibrate_shapes  # results/calibration-shapes-CARD.json
-    python -m benchmarks.kernels.calibrate_shapes --batches "64 x (1024)"  # these alone; the file keeps others
+    python -m benchmarks.kernels.calibrate_shapes --batches "64 x (1024)"  # only these; the file keeps others
     python -m benchmarks.kernels.calibrate_shapes --latent  # latent attention on the batches of mla.py
-    python -m benchmarks.kernels.calibrate_shapes --fit FILE  # the fit alone, on what was measured; needs no GPU
+    python -m benchmarks.kernels.calibrate_shapes --fit FILE  # only the fit, on what was measured; needs no GPU
 
 Shapes whose tiles are the same (`hopper_tiles`) are a family and have times of their own. The fit is that of
 calibrate.py: the least error of the predicted times, and the least loss of the tiling that they would choose. Outputs

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.decode                                            # results/kernels-CARD-bfloat16.json
     python -m benchmarks.kernels.decode --name long --heads 32/8 --trees 8_8192 1_131072
-    python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn --trees 256_1024 256_4096      # ours alone
+    python -m benchmarks.kernels.decode --name fp8 --kv-dtype float8_e4m3fn --trees 256_1024 256_4096      # only ours
 
 Time is the device's, of a CUDA graph that runs the layer once on each of several copies of the cache, together several
 times the L2 cache, so that every run finds it cold; median of replays that the host queues ahead. SOL = max(unique K,

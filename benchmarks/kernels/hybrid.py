@@ -114,7 +114,7 @@ class Ours:
         return once
 
     def on_device(self, case: Case) -> HybridRun:
-        """Plans a case on the device, decodes first; the host knows the chunk's lengths alone."""
+        """Plans a case on the device, decodes first; the host knows only the chunk's lengths."""
         batch, chunk = case.batch, int(case.batch.query_lens[0])
         config = trunkattn.AttentionConfig(*case.heads[:2], HEAD_DIM, PAGE_SIZE, torch.bfloat16)
         capacity = trunkattn.Capacity(MOST_DECODES, MOST_DECODES, 2048, len(case.kv[0][0]), 1, max_chunk_tokens=chunk)

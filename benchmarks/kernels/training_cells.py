@@ -71,7 +71,7 @@ def measure(
     """A cell, or why there is none: `wrong` or `missing`.
 
     make: the attention; it may import what is not installed. error_of: what `relative_error` says of its results, which
-    are out alone unless it trains. timed: else the cell has no times.
+    are only out unless it trains. timed: else the cell has no times.
     """
     try:
         attend = make()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.trees                                              # results/trees-CARD.json
     python -m benchmarks.kernels.trees --trees "2048 + 16x1024" --attentions default cudnn_flex
-    python -m benchmarks.kernels.trees --plans                                      # new trees' plans alone
+    python -m benchmarks.kernels.trees --plans                                      # only new trees' plans
     python -m benchmarks.kernels.trees --device cpu --trees "16 + 3x8" --heads 4/2 --head-dim 32    # keeps nothing
 
 A tree is its levels, from the root: training_trees.py. `default` is `flash_attention(tree=...)` as a user gets it,
@@ -17,7 +17,7 @@ The result has one row a tree, of one process each: rows of trees that are measu
 cells, as in flash_training.py, a row has "tokens", "repeated_tokens", "heads", "head_dim", "work_ratio" (repeated work
 over the tree's own: what `repeated` should take more), "token_ratio", and "plan": milliseconds of the host and the
 device until a new tree is ready, of the tree itself ("tree"), its tables on the device ("tables"), cuDNN's plan of it
-("cudnn") and FlexAttention's block mask ("flex_attention"). --plans measures these alone, those that can run, and
+("cudnn") and FlexAttention's block mask ("flex_attention"). --plans measures only these, those that can run, and
 keeps them with their date and commit in rows that the file has.
 """
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--heads", type=parse_heads, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--untimed", action="store_true", help="compare results only, which compiles; keep nothing")
-    parser.add_argument("--plans", action="store_true", help="measure plans alone, for rows that the result has")
+    parser.add_argument("--plans", action="store_true", help="measure only plans, for rows that the result has")
     options = parser.parse_args()
     if options.plans:
         measure_plans(options.trees, options.heads, options.head_dim, options.device)

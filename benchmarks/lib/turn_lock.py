@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 class _Lock:
-    """A lock that this process alone holds, until it releases it or dies.
+    """A lock that only this process holds, until it releases it or dies.
 
     A forked process would share the lock, and keep it when this one dies: engines fork. So it closes its copy, which
     leaves the lock as it is here. A process that runs another program never gets a copy (O_CLOEXEC).

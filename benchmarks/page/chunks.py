@@ -1,4 +1,4 @@
-"""Prompt chunks, alone and with decodes."""
+"""Prompt chunks, by themselves and with decodes."""
 
 from statistics import geometric_mean
 
@@ -122,8 +122,8 @@ def hybrid() -> Section:
     text = f"""## Prompt chunks and decodes in one step
 
 Random batches of a prompt chunk and many decodes (POD-Attention's Figure 11). TrunkAttention runs both in one launch;
-FlashAttention-3 runs one after the other. Its two parts alone bound what any overlap can reach: the longer of them,
-max(prefill, decode).
+FlashAttention-3 runs one after the other. The times of its two parts bound what any overlap can reach: the longer of
+them, max(prefill, decode).
 
 {table(head, rows, 2)}
 

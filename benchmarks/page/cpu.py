@@ -78,7 +78,7 @@ def busy() -> Section:
         rows.append([words[setting], f"{idle:.2f}", f"{beside:.2f}", f"{beside / idle:.1f}×"])
     text = f"""## Beside another program
 
-The engine on two cores, {found["batch"]}, alone and beside one busy loop, median seconds:
+The engine on two cores, {found["batch"]}, by itself and beside one busy loop, median seconds:
 
 {table(["threads that wait", "idle machine", "beside a loop", "ratio"], rows)}
 

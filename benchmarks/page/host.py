@@ -16,7 +16,7 @@ def host() -> Section:
     text = f"""## Time of the host on a GPU machine
 
 Microseconds of planning a step on the host into a plan of fixed size, and of launching one layer of it without a CUDA
-graph. 10 decodes of 5,120 tokens, alone or with a prompt chunk of 1,014.
+graph. 10 decodes of 5,120 tokens, by themselves or with a prompt chunk of 1,014.
 
 {table(["step", "execution", "plan", "a layer"], rows, 2)}
 

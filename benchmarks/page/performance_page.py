@@ -83,7 +83,7 @@ def topics() -> tuple[Topic, ...]:
             (latent.latent,),
         ),
         Topic(
-            "prompts", "Prompts and mixed steps", "prompt chunks alone, and together with decodes",
+            "prompts", "Prompts and mixed steps", "prompt chunks by themselves, and together with decodes",
             (chunks.prefill, chunks.shapes, chunks.hybrid),
         ),
         Topic(

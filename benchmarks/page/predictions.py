@@ -87,7 +87,7 @@ arrivals on an H200; other models, an 8-bit cache, two cards and all other arriv
 {folded(f"What the predictions are made of that are off by {percent(OFF)} or more, ms", table(parts, _terms()))}
 
 Where two times stand together, they are one by one and shared. A run's prompts are what its median has over a step of
-decodes alone, with as many decodes as a step of the replay has on average.
+only decodes, with as many decodes as a step of the replay has on average.
 
 Arrivals at SGLang are replayed with `--scheduler-policy prefill_first`, because it computes prompts in steps of their
 own. Not in the predictions: the time of the host where it bounds a step, and other programs on the card. They make an

@@ -41,8 +41,8 @@ def server() -> Section:
 {sources("python -m benchmarks.engines.serve_load --part load", LOAD)}
 
 A hostile client sends {len(longest)} kinds of what could stop, slow or fill a server, three requests of a kind at
-once, beside a stream of answers. Alone the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for
-at most 0.5 s in {sum(row["pause_s"] <= 0.5 for row in longest)} of the kinds. All of its answers are equal, and the
+once, beside a stream of answers. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client
+for at most 0.5 s in {sum(row["pause_s"] <= 0.5 for row in longest)} of the kinds. All of its answers are equal, and the
 server's memory reaches {max(row["memory_mb"] for row in hostile):,.0f} MB. The longest pauses, with the longest times
 of `/health` meanwhile:
 

@@ -132,7 +132,7 @@ some token, so the table says how far they agree and how near they were where th
 - *equal tokens*: tokens before the first that differs, of all requests and two rounds;
 - *difference*: 99th percentile of the difference of log-probabilities before that token;
 - *gap*: the widest gap that the first back end saw between the two tokens at which answers part;
-- *its own difference*: the same percentile between two rounds of the first back end alone;
+- *its own difference*: the same percentile between two rounds of the first back end, compared with itself;
 - *control*: the share of equal tokens if the shared prefix has other tokens.
 
 In `mixed` the first round has no log-probabilities, because SGLang mixes no steps while they are asked for.

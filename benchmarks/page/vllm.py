@@ -251,8 +251,8 @@ def invariance() -> Section:
 
 Milliseconds per token with `VLLM_BATCH_INVARIANT=1` on an H100, 16 layers of Llama-3-8B's shape. The price is our time
 over our time without it; what vLLM's linear layers pay is part of it. The tokens and log-probabilities of
-{bits["cold"]} of {bits["of"]} requests have the same bits alone and batched, and of {bits["cached"]} with a cached
-prefix.
+{bits["cold"]} of {bits["of"]} requests have the same bits by themselves and batched, and of {bits["cached"]} with a
+cached prefix.
 
 {table(head, rows, 2)}
 

@@ -11,7 +11,7 @@ HybridRun = Callable[[int], tuple[torch.Tensor, ...]]  # copy of the cache -> ou
 
 
 def halves(case: Case) -> tuple[Case, Case]:
-    """The chunk alone, and the decodes alone, on the same cache."""
+    """The chunk by itself, and the decodes by themselves, on the same cache."""
     batch, tokens = case.batch, int(case.batch.query_lens[0])
 
     def part(rows: slice, q: torch.Tensor) -> Case:
@@ -66,12 +66,12 @@ def fa3_batched(case: Case) -> HybridRun:
 
 
 def fa3_prefill(case: Case) -> HybridRun:
-    """FlashAttention-3 on the chunk alone."""
+    """FlashAttention-3 on only the chunk."""
     return fa3_batched(halves(case)[0])
 
 
 def fa3_decode(case: Case) -> HybridRun:
-    """FlashAttention-3 on the decodes alone."""
+    """FlashAttention-3 on only the decodes."""
     return fa3_batched(halves(case)[1])
 
 

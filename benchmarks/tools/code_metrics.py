@@ -7,7 +7,7 @@
 lines: Python lines by folder of src/trunkattn, and of tests, benchmarks and examples; Markdown lines of docs.
 many_parameters: functions with over 12 parameters, compiled ones included. fmt_skip: places where the formatter is
 switched off. measurements: comments and docstrings in src that report a measurement (a figure with a unit, a card, a
-commit, "no faster"). circles: groups of modules that import each other, also inside functions or for types alone.
+commit, "no faster"). circles: groups of modules that import each other, also inside functions or only for types.
 """
 
 import argparse

@@ -79,7 +79,7 @@ SHAPES = {
     "qwen2.5-7b": Shape(QWEN_2_5),
     # FlashInfer, which vLLM chooses for the prompts of linear layers on Hopper, compiles when it is first called.
     "qwen3-next": Shape(QWEN_3_NEXT, "Qwen3-Next-80B has 512 experts", {"gdn_prefill_backend": "triton"}),
-    # FlashMLA takes blocks of 64 tokens alone.
+    # FlashMLA takes only blocks of 64 tokens.
     "deepseek-v3-16": Shape(
         DEEPSEEK_V3,
         "DeepSeek-V3 has 128 heads, of which these are a rank of 8, 61 layers, 58 of them with experts, and is wider",

@@ -31,7 +31,7 @@ class AgentRequest:
     Attributes:
         tool, session, turn: the input begins with this tool's instructions and this session's earlier turns.
         prefix: (name, tokens) of each part of the input with which other requests can begin, in order.
-        new_tokens: input tokens of this turn alone.
+        new_tokens: input tokens of only this turn.
         output_tokens: generated tokens.
     """
 

@@ -47,7 +47,7 @@ class Capacity:
         max_query_tokens: query tokens of all requests together, at least 1.
         max_pages_per_request: columns of block_table, at least 1.
         num_pages: pages of the caches, at least 1.
-        max_query_len: query tokens of one request; None for max_query_tokens. With 1, for decoding alone, a GPU uses
+        max_query_len: query tokens of one request; None for max_query_tokens. With 1, for only decoding, a GPU uses
             no causal mask; with few tokens it launches no kernel for prompt chunks.
         max_chunk_tokens: query tokens of the prompt chunks that a plan made on the device may have besides
             (`PromptChunks`), which no other bound counts. They are of max_requests requests at most.
@@ -94,12 +94,12 @@ class AttentionConfig:
         policy: how shared prefixes are packed. "per_query" (FlashAttention), "relay" (RelayAttention), "cascade",
             "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto", the cheapest of them by
             predicted cost.
-        batch_invariant: whether a request's output has the same bits alone and in any batch.
+        batch_invariant: whether a request's output has the same bits by itself and in any batch.
         latent_dim: of a latent cache (MLA, DeepSeek-V2 §2.1), each row of which is the key of all heads in its head_dim
             numbers and the value of all heads in its first latent_dim; None: keys and values are cached apart. With it
             num_kv_heads is 1 and sm_scale is given: queries are absorbed, so head_dim does not tell it.
         execution: how a GPU launches a step. "serial", "overlapped" (prompt chunks and some decodes at once,
-            POD-Attention §4), "streams" (PAT §6), or "auto". A CPU accepts "auto" alone.
+            POD-Attention §4), "streams" (PAT §6), or "auto". A CPU accepts only "auto".
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is accepted.

@@ -73,7 +73,7 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"layer_types": ["linear_attention"] * 32}, "layers of type linear_attention, which are no attention"),
         ({"quantization_config": {"quant_method": "odd"}}, "quantized by 'odd', whose size is not known"),
         ({"torch_dtype": "int3"}, "its dtype is none of bfloat16"),
-        ({"index_topk": 2048}, "its layers attend to chosen tokens alone"),
+        ({"index_topk": 2048}, "its layers attend only to chosen tokens"),
         ({"mamba_d_state": 128, "attn_layer_period": 8}, "its mamba_d_state tells of layers that are no attention"),
         ({"linear_num_key_heads": 16, "full_attention_interval": 4}, "its linear_num_key_heads tells of layers"),
         ({"hybrid_override_pattern": "M-M*"}, "its hybrid_override_pattern tells of layers"),

@@ -28,6 +28,7 @@ STUMBLES = (
     r"\bwarps with roles\b",
     r"\bas above\.",
     r"under way on the card",
+    r"\w alone(?:[.;)]|$)",
     r"\blos(?:e|es|ing) (?:its|their|some) bits\b",
     r"\bnobody describes\b",
 )

@@ -97,7 +97,7 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
         ({"max_output_tokens": 5}, "expected max_tokens instead"),
         ({"json_schema": {"type": "array"}}, "expected structured_outputs instead"),
-        ({"echo": True}, "this server sends the answer alone"),
+        ({"echo": True}, "this server sends only the answer"),
         ({"add_special_tokens": True}, "the model's template writes them"),
         (
             {"response_format": {"type": "json_object", "schema": {"type": "object"}}},

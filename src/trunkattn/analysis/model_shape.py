@@ -199,7 +199,7 @@ class _Reader:
         config = self.config
         has_encoder = config.get("is_encoder_decoder") or "ForMaskedLM" in str(config.get("architectures"))
         self.refuse(bool(has_encoder), "it has an encoder")
-        self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend to chosen tokens alone")
+        self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend only to chosen tokens")
         if config.get("layer_types") is None:  # else these say it
             others = [name for name, value in config.items() if name.startswith(_OTHER_LAYERS) and value]
             why = f"its {others[0]} tells of layers that are no attention over a KV cache" if others else ""

@@ -84,7 +84,7 @@ class Log:
         texts: the prompt of each request as text, in the order of `requests`, empty where it is not known; None: the
             log has none. They are kept for `spoilers` and never written to a report unless the user asks for it.
         encode: turns rewritten texts into tokens and blocks as the reader did; None where `texts` is.
-        contents: blocks as their contents alone number them, in the order of `requests`, where the log's hashes do not
+        contents: blocks as only their contents number them, in the order of `requests`, where the log's hashes do not
             depend on what precedes a block; else None.
     """
 

@@ -1,4 +1,4 @@
-"""The block table of the sequences that decode, kept from step to step: a sequence adds its new pages alone."""
+"""The block table of the sequences that decode, kept from step to step: a sequence adds only its new pages."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -100,5 +100,5 @@ class Texts(Sequence[str]):
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8, with a mark for each half of a surrogate pair that JSON left alone."""
+    """UTF-8, with a mark for each half of a surrogate pair that JSON left by itself."""
     return text.encode("utf-8", errors="replace")

@@ -82,7 +82,8 @@ def run_doctor(options: "DoctorOptions") -> None:
 
 
 def run_plainly(as_json: bool) -> int:
-    """Prints the report without the packages that draw tables, for the library alone, and returns the exit code."""
+    """Prints the report without the packages that draw tables, if only the library is installed. Returns the exit
+    code."""
     report = examine()
     print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(plain_lines(report)))
     return 0 if report.healthy else 1
@@ -235,7 +236,7 @@ def sglang_plugin() -> Way:
     if reasons and not on_cpu:
         detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
         return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
-    how = 'attention_backend="trunk", or for decoding alone decode_attention_backend="trunk"'
+    how = 'attention_backend="trunk", or only for decoding decode_attention_backend="trunk"'
     selected = f"{installed} finds it; select it with {how}"
     return Way(name, True, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.caution(number)))
 

@@ -89,7 +89,7 @@ def write(path: Path, text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints JSON, in ASCII alone where the encoding of standard output is not UTF-8."""
+    """Prints JSON, in plain ASCII where the encoding of standard output is not UTF-8."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     is_plain = codecs.lookup(encoding).name != "utf-8"
     typer.echo(json.dumps(value, indent=1, ensure_ascii=is_plain, allow_nan=False))

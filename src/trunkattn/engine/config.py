@@ -139,7 +139,7 @@ class EngineConfig:
         gpu_memory_utilization: the KV cache's share, in (0, 1], of the GPU memory that the weights and a step leave
             free; None: 0.9.
         enforce_eager: on a GPU, launch every kernel of each step and capture no CUDA graphs. On a CPU there are none.
-        load_format: "auto" loads the model's weights. "dummy" makes random ones from config.json alone, the same each
+        load_format: "auto" loads the model's weights. "dummy" makes random ones only from config.json, the same each
             time, to measure speed.
         execution: execution of `AttentionConfig`: how a GPU launches the kernels.
         trust_remote_code: run the Python that a model's folder brings. Without it nothing of the folder runs, and
@@ -149,8 +149,8 @@ class EngineConfig:
         quantization: "int8": on a CPU, weights of linear layers are rounded to 255 steps as they are loaded, with a
             scale for 32 inputs of an output, as in GGUF's Q8_0, and a decode step reads a quarter of the bytes. None:
             they stay as they are.
-        batch_invariant: a request's logits have the same bits alone and in any batch. It needs float32 on a CPU and a
-            model whose products are all plain linear layers, and costs some speed.
+        batch_invariant: a request's logits have the same bits by itself and in any batch. It needs float32 on a CPU and
+            a model whose products are all plain linear layers, and costs some speed.
         seed: seeds the random numbers of requests without a seed of their own, so that the same calls in the same order
             give the same answers in each run; None: they differ from run to run.
 

@@ -108,7 +108,7 @@ class Detokenizer:
         return len(self._token_ids) - MAX_PENDING_TOKENS if is_long else self._start
 
     def _is_silent(self, token_id: int) -> bool:
-        """Whether the token has no text: neither alone, as a leading space has, nor between others."""
+        """Whether the token has no text: neither by itself, as a leading space has, nor between others."""
         if token_id not in self._silent:
             context = self._token_ids[self._start : self._read]
             between = self._decode([*context, token_id, *context]) == self._decode([*context, *context])

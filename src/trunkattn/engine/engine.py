@@ -312,7 +312,7 @@ class Engine:
                 continue
             try:
                 stop_string = answers.add(sample.request, token_id, logprob)
-            except Exception as error:  # whatever a tokenizer raises: it ends this answer alone
+            except Exception as error:  # whatever a tokenizer raises: it ends only this answer
                 self.scheduler.finish(sample.request, "error")
                 sample.request.error = f"the engine could not decode an answer: {_named(error)}"
                 continue

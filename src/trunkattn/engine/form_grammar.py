@@ -9,7 +9,7 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
 
 _LONGEST_REASON: Final = 300
-# Where one text alone can follow, llguidance forces the tokens that the tokenizer makes of it, which are special tokens
+# Where only one text can follow, llguidance forces the tokens that the tokenizer makes of it, which are special tokens
 # where it is their name: an answer that must hold the name of end-of-sequence would end there.
 _EVERY_TOKEN: Final = '\n%llguidance {"no_forcing": true}'
 

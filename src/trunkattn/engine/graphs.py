@@ -153,7 +153,7 @@ class GraphedForward:
     """Runs a forward pass by the graph of the smallest padded size that holds the step. Larger steps, and those that
     need logits of more tokens than sequences, run eagerly.
 
-    Sizes in `decode_sizes` have two graphs: one for steps with prompt chunks and one for decode alone. Larger steps
+    Sizes in `decode_sizes` have two graphs: one for steps with prompt chunks and one for only decodes. Larger steps
     nearly always have chunks, so one graph serves them all.
 
     Args:

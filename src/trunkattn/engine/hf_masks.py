@@ -1,6 +1,6 @@
 """Masks as transformers' models ask for them: which keys a layer's queries see, found before any weight is loaded.
 
-Most models hand a sliding window to the attention as a keyword too, but some apply it by the mask alone. transformers'
+Most models hand a sliding window to the attention as a keyword too, but some apply it only by the mask. transformers'
 own default attention obeys the mask, so the mask decides. A forward pass on the meta device gets a `RequestedMask` for
 each mask that the model's code asks for, and each layer shows which one it was given. Every other forward pass gets no
 mask, because the plan holds causality and windows.

@@ -110,7 +110,7 @@ class LLM:
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
 
-        On a CPU or with `enforce_eager` it compiles the planner alone. Call it while no request is unfinished.
+        On a CPU or with `enforce_eager` it compiles only the planner. Call it while no request is unfinished.
         """
         with self._turn:
             self._runner.warm_up()

@@ -202,7 +202,7 @@ def _penalize(logits: torch.Tensor, states: Sequence[LogitsState]) -> None:
 
 
 def _process(row: torch.Tensor, state: LogitsState) -> None:
-    """Runs the user's functions on one row. What they raise ends this sequence alone."""
+    """Runs the user's functions on one row. What they raise ends only this sequence."""
     for processor in state.params.logits_processors:
         try:
             result = _call(processor, row, state)

@@ -31,7 +31,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
 # Types in which models store weights, masks and indices. Any other holds quantised numbers, and their scales elsewhere.
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
-INTEGER_TYPES = frozenset({"I64", "BOOL"})  # of masks and indices alone
+INTEGER_TYPES = frozenset({"I64", "BOOL"})  # only of masks and indices
 WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 MAX_REASON = 400

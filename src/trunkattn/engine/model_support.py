@@ -1,4 +1,4 @@
-"""Whether a model can run here, from its configuration alone: the reasons if not, or its attention's geometry."""
+"""Whether a model can run here, found only from its configuration: the reasons if not, or its attention's geometry."""
 
 import copy
 import re

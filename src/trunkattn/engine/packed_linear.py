@@ -52,7 +52,7 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the layer.
-        panels: the packed weights of this layer and of others that read the same input; None: of this layer alone, in
+        panels: the packed weights of this layer and of others that read the same input; None: of only this layer, in
             float32.
         index: the layer's place among them.
     """

@@ -56,7 +56,7 @@ class ChatOptions:
         for name in variables or ():
             if name in RESERVED:
                 raise ValueError(
-                    f"chat_template_kwargs.{name}: expected variables of the template alone, and {name} is a parameter "
+                    f"chat_template_kwargs.{name}: expected only variables of the template, and {name} is a parameter "
                     f"of apply_chat_template; leave it out"
                 )
 
@@ -96,7 +96,7 @@ def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[s
         others = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
         if others:
             raise ValueError(
-                f"{name} has the keys {[*prompt]}: expected prompt or prompt_token_ids alone, because nothing reads "
+                f"{name} has the keys {[*prompt]}: expected only prompt or prompt_token_ids, because nothing reads "
                 f"{shown(others[0])}"
             )
         prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))

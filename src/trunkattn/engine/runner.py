@@ -144,7 +144,7 @@ class ModelRunner:
                 self._forward(StepArrays(padding, padding, padding - 1, padding[:max_rows], has_chunks))
 
     def _plan_samples(self) -> None:
-        """Plans batches with and without shared pages: chunks alone, decodes alone, and both together."""
+        """Plans batches with and without shared pages: only chunks, only decodes, and both together."""
         capacity, (rows, columns) = self._attention.capacity, self._block_table.shape
         most = columns * self._page_size
         budget = capacity.max_query_tokens if capacity else rows * most

@@ -87,7 +87,7 @@ class SchedulerStats:
 class Scheduler:
     """Chooses what each step computes and keeps the cache manager in step with it.
 
-    Each request must fit alone: the cache has pages for `num_prompt_tokens + max_tokens` tokens.
+    Each request must fit by itself: the cache has pages for `num_prompt_tokens + max_tokens` tokens.
 
     Args:
         cache: the page manager. Only the scheduler changes it.
@@ -142,7 +142,7 @@ class Scheduler:
         """The next step's batch. It is empty only if every request has finished.
 
         Args:
-            only: users' requests that alone are scheduled; all others wait, without pages. None: all may be.
+            only: the only users' requests that are scheduled; all others wait, without pages. None: all may be.
         """
         batch = ScheduledBatch()
         if only is None:

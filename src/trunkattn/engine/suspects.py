@@ -11,7 +11,7 @@ class Suspects:
         self._groups: deque[set[str]] = deque()
 
     def group(self, unfinished: Container[str]) -> frozenset[str] | None:
-        """The requests that alone may be computed now; None: all may. Those that have ended are forgotten."""
+        """The only requests that may be computed now; None: all may. Those that have ended are forgotten."""
         while self._groups:
             self._groups[0] = {one for one in self._groups[0] if one in unfinished}
             if self._groups[0]:
@@ -25,7 +25,8 @@ class Suspects:
             self._groups[0].difference_update(request_ids)
 
     def failed(self, request_ids: Iterable[str]) -> str | None:
-        """Takes in the requests of a step that failed. Returns the request if it was alone; otherwise halves them."""
+        """Takes in the requests of a step that failed. Returns the request if there was only one. Otherwise halves
+        them."""
         found = sorted(set(request_ids))
         rest = self._groups.popleft() - set(found) if self._groups else set()
         if rest:

@@ -1,6 +1,6 @@
 """What each token of a vocabulary writes: its bytes, as they stand within a text.
 
-To decode a token alone loses what it writes within a text: SentencePiece drops the space before it, and part of
+To decode a token by itself loses what it writes within a text: SentencePiece drops the space before it, and part of
 a character becomes U+FFFD, so that different tokens look the same.
 """
 

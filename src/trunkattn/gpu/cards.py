@@ -36,7 +36,8 @@ def facts_of(device: "torch.device") -> GpuFacts:
 
 
 class Shares(NamedTuple):
-    """Speed of prompt chunks and of decodes while one kernel computes both, in percent of their speed in it alone."""
+    """Speed of prompt chunks and of decodes while one kernel computes both, in percent of their speed if it computes
+    only one of them."""
 
     chunk_percent: int
     decode_percent: int

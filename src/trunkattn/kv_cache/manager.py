@@ -63,7 +63,7 @@ class CacheUsage(SlotUsage):
 class _Request:
     pages: list[int]
     num_tokens: int  # committed: their KV is in the pages
-    room: int  # granted: this request alone may write slots num_tokens..room-1
+    room: int  # granted: only this request may write slots num_tokens..room-1
     num_indexed: int  # leading full pages whose prefix is in the index, as the chain that ends in `tail`
     tail: CachedBlock | None  # None: the index accepts no page of this request
     salt: bytes = b""

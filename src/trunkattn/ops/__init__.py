@@ -1,1 +1,1 @@
-"""Operations on states and caches that stand alone: merging two attention states, writing new keys and values."""
+"""Operations on states and caches that need no plan: merging two attention states, writing new keys and values."""

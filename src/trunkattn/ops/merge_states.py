@@ -55,7 +55,7 @@ def merge_states(
     empty = torch.maximum(lse_a, lse_b) == -math.inf
     safe_a, safe_b = (lse.masked_fill(empty, 0.0) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(safe_a, safe_b).masked_fill(empty, -math.inf)
-    # From the difference alone: lse is rounded to its own size, so exp(lse_a - lse) loses the weights' sum far from 0.
+    # Only the difference counts: lse is rounded to its own size, so far from 0 exp(lse_a - lse) loses the weights' sum.
     weight_a = torch.sigmoid(safe_a - safe_b).unsqueeze(-1)
     weight_b = torch.sigmoid(safe_b - safe_a).unsqueeze(-1)
     # The output of an empty state may be anything, so it meets no weight, forward or backward.

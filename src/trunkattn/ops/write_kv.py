@@ -47,7 +47,7 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
 
     Args:
         latent: [num_tokens, latent_dim], the columns that are keys and values.
-        rope: [num_tokens, head_dim - latent_dim], the columns that are keys alone.
+        rope: [num_tokens, head_dim - latent_dim], the columns that are only keys.
         cache: [num_pages, page_size, head_dim], any strides with a contiguous last dimension, of a dtype of `write_kv`.
         slot_mapping: [num_tokens] int64.
 

@@ -1,4 +1,4 @@
-"""The prefix forest of a step: which requests share which pages, found from the block table alone.
+"""The prefix forest of a step: which requests share which pages, found only from the block table.
 
 Engines give equal prefixes the same physical pages, and a page at column j belongs to exactly one prefix. So two
 requests share their first columns exactly as far as their page ids are equal. With pages of 16 tokens:

@@ -20,7 +20,7 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Division:
-    """A batch in two halves. rest: the batch with the chunks' rows as padding. chunks: a batch of their rows alone.
+    """A batch in two halves. rest: the batch with the chunks' rows as padding. chunks: a batch of only their rows.
     rest_tokens, chunk_tokens: the step's query tokens that each half has, ascending."""
 
     rest: StepTables

@@ -118,7 +118,7 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
 
 def _add_text_paths(app: FastAPI, service: Service) -> None:
-    """The paths that need the tokenizer alone."""
+    """The paths that need only the tokenizer."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class EngineLoop:
         self._last_watch_s = 0.0
         self._first_token_s = 1.0  # running mean
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._inboxes: dict[str, _Inbox] = {}  # of unfinished requests; the engine's thread alone uses it
+        self._inboxes: dict[str, _Inbox] = {}  # of unfinished requests; only the engine's thread uses it
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="trunkattn-engine", daemon=True)
 

@@ -79,8 +79,8 @@ def failure(error: BaseException) -> JSONResponse:
 
 @contextmanager
 def bad_request() -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the request. It stands around checks of a request
-    alone: the same errors elsewhere are the server's."""
+    """Turns the library's `name=value: expected ...` into an error of the request. It is only for checks of a request:
+    the same errors elsewhere are the server's."""
     try:
         yield
     except (TypeError, ValueError) as error:

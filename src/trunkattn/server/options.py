@@ -19,7 +19,7 @@ class ServerOptions:
 
     Attributes:
         served_model_name: what `/v1/models` calls the model, and what requests must ask for.
-        host, port: where it listens. The default host is this machine alone.
+        host, port: where it listens. By default it listens only on this machine.
         api_keys: with any, a request must carry one of them as a bearer token. Each key is a tenant of its own: no
             tenant can find out, by time, which prefixes another one's requests have cached.
         allowed_hosts: names by which clients may call the server, beside its addresses, localhost and `host`; "*": any.

@@ -137,9 +137,9 @@ def _prompt(value: Any) -> Any:
         raise _refuse("prompt", f"{num_prompts} prompts: expected at most {LIMITS.prompts}")
     for items in lists:
         if not isinstance(items, list):
-            raise _refuse("prompt", f"{shown(items)} stands among lists: expected lists of token ids alone")
+            raise _refuse("prompt", f"{shown(items)} stands among lists: expected only lists of token ids")
         if (place := _first_other(items, kind)) is not None:
-            expected = "texts alone, as the first item" if kind is str else "token ids"
+            expected = "only texts, as the first item" if kind is str else "token ids"
             raise _refuse("prompt", f"item {place} is {shown(items[place])}: expected {expected}")
     return value
 
@@ -325,7 +325,7 @@ def _function_type(given: Any) -> Any:
 
 def _choice_type(given: Any) -> Any:
     if given == "allowed_tools":
-        raise _refuse("allowed_tools", "expected 'auto' or 'required' as tool_choice, and tools that are allowed alone")
+        raise _refuse("allowed_tools", "expected 'auto' or 'required' as tool_choice, and only tools that are allowed")
     return given
 
 
@@ -407,11 +407,11 @@ class ChatCompletionRequest(Sampling):
             **Sampling.refused,
             "functions": "expected tools instead",
             "function_call": "expected tool_choice instead",
-            "audio": "this server makes text alone; leave it out",
+            "audio": "this server makes only text; leave it out",
             "web_search_options": "this server asks no other host; leave it out",
-            "chat_template": "this server runs the model's own template alone; leave it out",
+            "chat_template": "this server runs only the model's own template; leave it out",
             "documents": "expected the documents in messages instead",
-            "echo": "this server sends the answer alone; leave it out",
+            "echo": "this server sends only the answer; leave it out",
             "add_special_tokens": "the model's template writes them; leave it out",
         }
     )

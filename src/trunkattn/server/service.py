@@ -79,7 +79,7 @@ class Service:
     """The model behind the server.
 
     Args:
-        llm: the model, its tokenizer and its engine. `loop` alone drives the engine.
+        llm: the model, its tokenizer and its engine. Only `loop` drives the engine.
         loop: the engine's thread.
         options: limits of requests.
         metrics: counts requests and their times.
@@ -117,7 +117,7 @@ class Service:
             raise BadRequest(f"model={shown(model)}: expected {name!r}", "model", 404, "model_not_found")
 
     async def tokens(self, text: str, name: str, add_special_tokens: bool = True, truncates: bool = False) -> list[int]:
-        """Token ids of a text. truncates: it may have more than a prompt, because its end alone is kept."""
+        """Token ids of a text. truncates: it may have more than a prompt, because only its end is kept."""
         self._check_length(name, len(text))
 
         return await self.lanes.run(len(text), lambda _: self._encode(text, name, add_special_tokens, truncates))
@@ -327,7 +327,7 @@ class Service:
     @contextmanager
     def _room(self, submissions: Sequence[Submission]) -> Iterator[None]:
         """Room for a request's log-probabilities, and for the time that its form takes of a step, beside those of other
-        requests. Raises BadRequest if it needs too much alone, and QueueFull if others leave too little."""
+        requests. Raises BadRequest if it needs too much by itself, and QueueFull if others leave too little."""
         num_logprobs = sum(submission.num_logprobs for submission in submissions)
         form_seconds = sum(submission.form_seconds for submission in submissions)
         _check_room(num_logprobs, form_seconds)

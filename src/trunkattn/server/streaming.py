@@ -15,7 +15,7 @@ from trunkattn.server.lanes import Rest, no_rest
 
 _GAP: Final = 16  # characters of a prompt that may have no token
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
-# Ends of lines to Unicode. Some clients divide a stream there, though an event's line ends with a line feed alone.
+# Ends of lines to Unicode. Some clients divide a stream there, though only a line feed ends an event's line.
 _LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
 LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
 

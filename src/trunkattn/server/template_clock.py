@@ -18,8 +18,8 @@ class TemplateTimeout(RuntimeError):
 
 @contextmanager
 def template_clock(seconds: float, rest: Rest) -> Iterator[None]:
-    """Context in which a line of a template raises TemplateTimeout if it is reached after too much processor time, in
-    this thread alone. rest: is called in every line, and in every call of a function."""
+    """Context in which a line of a template raises TemplateTimeout if it is reached after too much processor time of
+    this thread. rest: is called in every line, and in every call of a function."""
     deadline = time.thread_time() + seconds
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:

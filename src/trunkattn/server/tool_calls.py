@@ -25,7 +25,7 @@ def _no_json(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
-_DECODER: Final = json.JSONDecoder(parse_constant=_no_json)  # Python alone reads NaN and Infinity
+_DECODER: Final = json.JSONDecoder(parse_constant=_no_json)  # only Python reads NaN and Infinity
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,8 @@ class DevicePlanner:
 
         block_table [rows, columns], seq_lens [rows], query_start_loc [rows + 1], all int32 and contiguous in their last
         dimension, rows at most the capacity's; rows without query tokens are padding. Columns beyond the capacity's are
-        not looked at. Values are clamped to the capacity and flagged in `errors`. lowest_tile: of the tilings only
-        those of the lowest tile alone.
+        not looked at. Values are clamped to the capacity and flagged in `errors`. lowest_tile: only the
+        tilings of the lowest tile by itself are considered.
 
         Raises:
             TypeError: if a tensor is not int32.

@@ -1,7 +1,7 @@
 """Blocks of a latent cache in shared memory: the producer warps that load them by TMA, and how their consumers wait.
 
 A block is 64 rows of a latent cache, of 512 latent and 64 rope columns. It is kept as two halves of 256 latent columns,
-and the rope columns. Scores need all columns; the output of a half needs that half alone. So each half, and the rope
+and the rope columns. Scores need all columns; the output of a half needs only that half. So each half, and the rope
 columns, has a full barrier of its own, and is released when its last reader is done: the next block's loads begin
 while other parts of this one are still in use.
 """

@@ -1,7 +1,7 @@
 """Latent attention in row tiles in Triton, for any card: a CTA computes one item for one group of heads at a time.
 
 A block of cached rows is read once, as two tiles: latent columns, which are keys and values, and rope columns, which
-are keys alone. The rest is as in the portable decode kernel.
+are only keys. The rest is as in the portable decode kernel.
 """
 
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,7 @@
 """TrunkAttention inside SGLang: `--attention-backend trunk`, `Engine(attention_backend="trunk")`.
 
 SGLang finds `register` through the entry point group `sglang.srt.plugins`. The plug-in runs on CPUs and on NVIDIA GPUs,
-for prompts and decoding, or for decoding alone beside another back end for prompts, which models with latent attention
+for prompts and decoding, or only for decoding beside another back end for prompts, which models with latent attention
 (MLA) need. What it cannot serve is refused with one line when the engine starts. An engine that does not select it is
 not affected.
 """

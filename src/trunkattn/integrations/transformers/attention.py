@@ -201,7 +201,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def _one(out: Any) -> torch.Tensor:
-    """The output alone, which `flash_attention` returns without `return_lse`."""
+    """The output itself, which `flash_attention` returns without `return_lse`."""
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -90,7 +90,7 @@ class TrunkAttentionImpl(AttentionImpl):
     """
 
     supports_dcp = False  # the default was True before 0.30; not on a CPU, where vLLM has no merge of the ranks
-    supports_pcp = False  # a rank would see its own chunk of a prompt alone, and our prompts are not merged
+    supports_pcp = False  # a rank would see only its own chunk of a prompt, and our prompts are not merged
 
     def __init__(self, *args: Any, **extra: Any) -> None:
         named = {name: extra.pop(name) for name in LayerArguments.__dataclass_fields__ if name in extra}

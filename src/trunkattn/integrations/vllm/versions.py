@@ -3,7 +3,7 @@
 Differences that need no code here: the default of a layer's `supports_dcp` was True before 0.30, so ours sets False;
 `get_supported_kernel_block_sizes` gets an argument from 0.31 on, and ours has it with a default; `seq_lens_cpu`
 disappeared in 0.30, and ours does not read it; from 0.32 on a back end may have its own name, so TRUNK_MLA is one, and
-before that latent attention has CUSTOM alone; `_build_decode` of latent attention has further arguments after 0.26, and
+before that latent attention has only CUSTOM; `_build_decode` of latent attention has further arguments after 0.26, and
 ours takes any.
 """
 
@@ -53,8 +53,8 @@ LATENT_KV_DTYPES: Final = MappingProxyType({name: KV_DTYPES[name] for name in KV
 PACKED_LATENT_DTYPES: Final = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 NO_LATENT_ON_CPU: Final = (
-    "attention_backend=TRUNK_MLA or CUSTOM: TrunkAttention decodes the latent attention (MLA) that this model has on "
-    "NVIDIA GPUs alone; leave attention_backend out"
+    "attention_backend=TRUNK_MLA or CUSTOM: TrunkAttention decodes the latent attention (MLA) that this model has only "
+    "on NVIDIA GPUs; leave attention_backend out"
 )
 
 # vLLM's back end that selects keys for each query.

@@ -115,7 +115,7 @@ def load_ns(load, tile, costs, is_flat, is_last):
     the most. The costs of the launch itself and of the partial states are added.
 
     A round is one item for each slot. The items of a last round that is not full are too few to keep memory busy, so
-    that round takes as long as one item alone. The same holds for a single round that is not full. is_flat: the tile
+    that round takes as long as a single item. The same holds for a single round that is not full. is_flat: the tile
     has no subtiles; is_last: no later launch of the candidate reads the partial states, so a merge launch does.
     """
     items, slots = load.num_items, tile.num_slots

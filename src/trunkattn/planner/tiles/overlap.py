@@ -13,8 +13,8 @@ from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEG
 class OverlapCosts(NamedTuple):
     """Costs of the kernel that computes prompt chunks and decodes at once, as integers.
 
-    chunk_percent, decode_percent: speed of chunks and of decodes while both run, in percent of their speed in the same
-    kernel alone; first for tiles of up to `narrow_rows` rows, then for taller ones.
+    chunk_percent, decode_percent: speed of chunks and of decodes while both run, in percent of their speed if the same
+    kernel computes only one of them; first for tiles of up to `narrow_rows` rows, then for taller ones.
     block_ns: time of a block of `block_segments` segments. An SM computes one item at a time.
     item_ns: time of an item in addition to its blocks.
     fixed_ns: time of the launch.
@@ -155,8 +155,8 @@ def _profile(items, overlap):
 
 @njit(inner=True)
 def _both_ns(chunk_ns, decode_ns, overlap, wide):
-    """Time of chunks and decodes that take `chunk_ns` and `decode_ns` alone. While both run, each has a share of its
-    speed."""
+    """Time of chunks and decodes that take `chunk_ns` and `decode_ns` by themselves. While both run, each has a share
+    of its speed."""
     chunk_end_ns = chunk_ns * 100 // overlap.chunk_percent[wide]
     decode_end_ns = decode_ns * 100 // overlap.decode_percent[wide]
     if decode_end_ns > chunk_end_ns:
