@@ -18,6 +18,7 @@ FLOORS = MappingProxyType(
     {
         "dtypes": 0,
         "compiled": 0,
+        "lazy": 0,
         "names": 0,
         "numerics": 0,
         "reference": 0,

@@ -1,9 +1,9 @@
 """TrunkAttention: attention for LLM serving that reads every shared KV byte once."""
 
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from trunkattn.lazy import lazy_names
 from trunkattn.names import install_command
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ __all__ = [
     "write_latent",
 ]
 
-# Imported when they are asked for: the library alone needs no transformers, and a plug-in that is only looked at by an
-# engine needs no compiler. (vLLM 0.32 on a CPU cannot start a worker where Numba has been imported.)
+# Imported when they are asked for: the library by itself needs no transformers, and a plug-in that an engine only looks
+# at needs no compiler. (vLLM 0.32 on a CPU cannot start a worker where Numba has been imported.)
 _HOMES: Final = MappingProxyType(
     {
         "LLM": "trunkattn.engine",
@@ -56,13 +56,12 @@ _HOMES: Final = MappingProxyType(
         "write_latent": "trunkattn.ops.write_kv",
     }
 )
+_find, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trunkattn' has no attribute {name!r}")
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return _find(name)
     except ModuleNotFoundError as error:
         if _HOMES[name] != "trunkattn.engine":
             raise

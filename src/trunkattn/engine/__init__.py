@@ -4,9 +4,9 @@
 computes it, and a `CacheManager` (`trunkattn.kv_cache`) holds the pages.
 """
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from trunkattn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trunkattn.engine.config import EngineConfig
@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 # Imported when they are asked for: options check themselves before torch and transformers are loaded.
-_HOMES: Final = MappingProxyType(
+__getattr__, __dir__ = lazy_names(
+    __name__,
     {
         "BlockTables": "trunkattn.engine.stats",
         "CompletionOutput": "trunkattn.engine.outputs",
@@ -47,11 +48,5 @@ _HOMES: Final = MappingProxyType(
         "RequestOutput": "trunkattn.engine.outputs",
         "SamplingParams": "trunkattn.engine.sampling_params",
         "StructuredOutputsParams": "trunkattn.engine.sampling_params",
-    }
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)

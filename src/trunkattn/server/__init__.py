@@ -1,8 +1,8 @@
 """`trunkattn serve`: OpenAI-compatible HTTP in front of the embedded engine, with metrics and a live page."""
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from trunkattn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trunkattn.server.app import create_app
@@ -13,17 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["AppServer", "EngineLoop", "ServerOptions", "create_app"]
 
 # Imported when they are asked for: options check themselves before torch and transformers are loaded.
-_HOMES: Final = MappingProxyType(
+__getattr__, __dir__ = lazy_names(
+    __name__,
     {
         "AppServer": "trunkattn.server.running",
         "EngineLoop": "trunkattn.server.engine_loop",
         "ServerOptions": "trunkattn.server.options",
         "create_app": "trunkattn.server.app",
-    }
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
