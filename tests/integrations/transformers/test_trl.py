@@ -1,6 +1,6 @@
 """TRL's own packing of trees on a CPU, with its attention and with ours: loss and gradients are equal.
 
-It needs TRL's files alone, which are read without importing its trainers.
+It needs only TRL's files, which are read without importing its trainers.
 """
 
 import sys
@@ -104,3 +104,9 @@ def test_the_five_arguments_are_the_tree() -> None:
     index.zero_()
     with pytest.raises(ValueError, match=r"parents\[\d\]=0: expected"):
         tree_attention(torch.nn.Module(), q, k, v, None, **arguments)
+
+
+def test_a_trl_without_the_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ModuleNotFoundError, match="have: install one of them, or pass as packing"):
+        replace_tree_attention()

@@ -30,11 +30,27 @@ class _Known(NamedTuple):
 def replace_tree_attention(packing: ModuleType | None = None) -> None:
     """Lets TRL's trainers attend to trees by `flash_attention`; call it before a trainer is made.
 
-    packing: None for TRL's module.
+    Args:
+        packing: the module of TRL that has `tree_attention` and `register_tree_attention`; None for the one of TRL 1.16
+            and 1.17.
+
+    Raises:
+        ModuleNotFoundError: if packing is None and the installed TRL has no such module.
     """
-    packing = import_module(_MODULE) if packing is None else packing
+    packing = _packing() if packing is None else packing
     setattr(packing, "tree_attention", tree_attention)  # noqa: B010, for mypy knows no such attribute
     packing.register_tree_attention()
+
+
+def _packing() -> ModuleType:
+    try:
+        return import_module(_MODULE)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"replace_tree_attention found no {_MODULE}, which TRL 1.16 and 1.17 have: install one of them, or pass as "
+            f"packing the module of another TRL that has tree_attention and register_tree_attention",
+            name=error.name,
+        ) from error
 
 
 def tree_attention(
