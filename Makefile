@@ -51,7 +51,7 @@ test-gpu:  ## Run the tests that need an NVIDIA GPU, then the memory and race ch
 
 # Each worker imports an engine and compiles what runs on the CPU. CI runs both plug-ins at once, with a worker each.
 PLUGIN_WORKERS := 2
-# `make test-vllm-0.29.0` runs one version alone. Each has an environment of 2.5 GB; they share Numba's version and kernels.
+# `make test-vllm-0.29.0` runs only that version. Each has an environment of 2.5 GB; they share Numba's version and kernels.
 VLLM_VERSIONS := 0.27.0 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 VLLM_OLDEST := $(firstword $(VLLM_VERSIONS))
 VLLM_NEWEST := $(lastword $(VLLM_VERSIONS))

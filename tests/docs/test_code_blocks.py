@@ -4,6 +4,8 @@ The Python blocks of a page run in order, in one namespace. A block behind `<!--
 and is compiled. `print(...)  # text` says what is printed. docs/lab is frozen and not looked at.
 """
 
+import ast
+import builtins
 import re
 import shlex
 import subprocess
@@ -55,6 +57,30 @@ def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
     for text, only_compiled in blocks(page, "python"):
         for expected in PRINTED.findall(text):
             assert only_compiled or expected.rstrip("… ") in printed, f"{page.name} says {expected!r}: {printed}"
+
+
+def unbound(texts: Iterator[str]) -> set[str]:
+    """Classes and packages that a page's Python blocks use and neither import nor define. Other free names stand for
+    what a reader has."""
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound = {alias.asname or alias.name for node in imports for alias in node.names}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)} | vars(builtins).keys()
+    free = {node.id for node in names} - bound
+    return {name for name in free if name[0].isupper() or name in ("trunkattn", "torch", "np", "vllm", "sglang")}
+
+
+@pytest.mark.parametrize("page", pages("python"), ids=by_name)
+def test_python_imports_what_it_uses(page: Path) -> None:
+    assert not unbound(text for text, _ in blocks(page, "python"))
+
+
+def test_a_missing_import_is_found() -> None:
+    assert unbound(iter(["import torch", "x = torch.zeros(n); y = trunkattn.PromptChunks(Trainer(x))"])) == {
+        "trunkattn",
+        "Trainer",
+    }
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
