@@ -68,6 +68,9 @@ def main() -> None:
     parser.add_argument("--prompts", help="back end of SGLang's that computes prompts beside ours (default: ours)")
     parser.add_argument("--dtype", default="bfloat16", help="of the model (default: bfloat16)")
     arguments = parser.parse_args()
+    for name, least in (("questions", 1), ("repeat", 1), ("max_tokens", 2)):
+        if (given := getattr(arguments, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {given}: expected {least} or more")
     found = {}
     for backend in [arguments.only] if arguments.only else BACKENDS:
         # An engine in a process of its own gives its memory back.

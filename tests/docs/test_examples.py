@@ -5,6 +5,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,23 @@ def test_without_its_engine_an_example_ends_in_a_sentence(
     monkeypatch.setitem(sys.modules, engine, None)
     with pytest.raises(SystemExit, match="is not installed: pip install -e"):
         run(f"{engine}_offline.py", "model")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("option", "value", "least"), [("questions", 0, 1), ("repeat", -1, 1), ("max-tokens", 1, 2)])
+def test_a_count_that_measures_nothing_is_refused(
+    run: Callable[..., str],
+    engine: str,
+    option: str,
+    value: int,
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, engine, SimpleNamespace(LLM=None, SamplingParams=None))
+    with pytest.raises(SystemExit):
+        run(f"{engine}_offline.py", "model", f"--{option}={value}")
+    assert f"--{option} {value}: expected {least} or more" in capsys.readouterr().err
 
 
 def test_library_cpu(run: Callable[..., str]) -> None:
