@@ -16,20 +16,15 @@ from trunkattn.training.common import (
     Scales,
     Strides,
     bind_pass,
-    depths_of,
     find_queries,
     load_tile,
     logits_of,
-    masked_block,
-    masked_blocks,
-    own_segment,
-    path_keys,
     row_places,
     sees,
     store_tile,
     through_cap,
-    visible_keys,
 )
+from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.spec import FlashTile
 
 
@@ -86,32 +81,6 @@ def _add_keys(
 
 
 @triton.jit
-def _add_ranges(
-    dq,
-    block,
-    keys,
-    batch,
-    ranges,
-    rows,
-    scales,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-    VARIANT: tl.constexpr,
-):
-    """Adds the parts of ranges of keys to dq."""
-    for at in tl.range(ranges.full_begin, ranges.full_end, TILE.block_n):
-        dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, False)
-    if VARIANT.tree or VARIANT.window:
-        for number in tl.range(0, masked_blocks(ranges, TILE)):
-            at = masked_block(ranges, number, TILE)
-            dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
-    elif VARIANT.causal or not VARIANT.even_k:
-        for at in tl.range(ranges.full_end, ranges.end, TILE.block_n):
-            dq = _add_keys(dq, block, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
-    return dq
-
-
-@triton.jit
 def queries_kernel(
     tensors: QueriesTensors,
     batch: Batch,
@@ -140,16 +109,7 @@ def queries_kernel(
     rows = row_places(batch, m, length, keys.length, VARIANT)
     D: tl.constexpr = SHAPE.keys.padded
     dq = tl.zeros([BLOCK_M, D], tl.float32)
-    if VARIANT.tree:
-        ranges, segment = own_segment(batch, first, length, TILE)
-        top, depths = ranges.begin, depths_of(rows, m, length, VARIANT)
-        for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
-            dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
-            ranges, segment = path_keys(batch, segment, top, first, depths, length, TILE, VARIANT)
-            top = tl.minimum(top, ranges.begin)
-    else:
-        ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)
-        dq = _add_ranges(dq, block, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+    dq = walk_keys(_add_keys, dq, block, queries, keys, batch, rows, scales, SHAPE, TILE, VARIANT)
     dq_head = tensors.dq + begin * q_stride + queries.head * SHAPE.keys.dim
     store_tile(dq_head, first, q_stride, length, dq * scales.sm_scale, KEYS)
 

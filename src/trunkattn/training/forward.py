@@ -30,21 +30,16 @@ from trunkattn.training.common import (
     Strides,
     arguments,
     bind_pass,
-    depths_of,
     find_queries,
     load_tile,
-    masked_block,
-    masked_blocks,
-    own_segment,
-    path_keys,
     row_places,
     sees,
     store_tile,
-    visible_keys,
     with_batch,
     with_last_contiguous,
     with_tables,
 )
+from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
 
@@ -96,32 +91,6 @@ def _attend(
 
 
 @triton.jit
-def _attend_ranges(
-    state,
-    q_tile,
-    keys,
-    batch,
-    ranges,
-    rows,
-    scales,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-    VARIANT: tl.constexpr,
-):
-    """Adds ranges of keys to the state."""
-    for at in tl.range(ranges.full_begin, ranges.full_end, TILE.block_n):
-        state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, False)
-    if VARIANT.tree or VARIANT.window:
-        for number in tl.range(0, masked_blocks(ranges, TILE)):
-            at = masked_block(ranges, number, TILE)
-            state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
-    elif VARIANT.causal or not VARIANT.even_k:
-        for at in tl.range(ranges.full_end, ranges.end, TILE.block_n):
-            state = _attend(state, q_tile, keys, batch, at, rows, scales, SHAPE, TILE, VARIANT, True)
-    return state
-
-
-@triton.jit
 def forward_kernel(
     tensors: ForwardTensors,
     batch: Batch,
@@ -146,16 +115,7 @@ def forward_kernel(
         row_max = tl.zeros([BLOCK_M], tl.float32) + tl.maximum(sink, NEG_INF)
         row_sum = tl.zeros([BLOCK_M], tl.float32) + tl.where(sink > -float("inf"), 1.0, 0.0)
         state = Softmax(state.acc, row_max, row_sum)
-    if VARIANT.tree:
-        ranges, segment = own_segment(batch, first, length, TILE)
-        top, depths = ranges.begin, depths_of(rows, m, length, VARIANT)
-        for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
-            state = _attend_ranges(state, q_tile, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
-            ranges, segment = path_keys(batch, segment, top, first, depths, length, TILE, VARIANT)
-            top = tl.minimum(top, ranges.begin)
-    else:
-        ranges = visible_keys(batch, first, length, keys.length, TILE, VARIANT)
-        state = _attend_ranges(state, q_tile, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
+    state = walk_keys(_attend, state, q_tile, queries, keys, batch, rows, scales, SHAPE, TILE, VARIANT)
     token_stride = batch.num_qo_heads * SHAPE.head_values.dim
     begin = queries.batch * batch.seqlen_q + queries.begin
     out = tensors.out + begin * token_stride + queries.head * SHAPE.head_values.dim
