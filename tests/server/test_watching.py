@@ -104,9 +104,9 @@ def test_nobody_looks_and_no_picture_is_made(server: Server) -> None:
     live = server.app.state.live
     with closing(snapshots(server)) as read:
         next(read)
-        assert live.has_readers
+        assert live._readers
     end = time.monotonic() + 5
-    while live.has_readers:
+    while live._readers:
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -132,7 +132,7 @@ def test_a_tenant_has_few_pages_and_many_that_open_cost_one_picture(
         refused = server.get("/live")
         assert refused.status_code == 429 and "live pages are open" in refused.json()["error"]["message"]
     end = time.monotonic() + 10
-    while live.has_readers:
+    while live._readers:
         assert time.monotonic() < end
         time.sleep(0.02)
     with closing(snapshots(server)) as read:

@@ -20,6 +20,7 @@ from trunkattn.cli.measure import (
     Step,
     contiguous_usage,
     measurement,
+    megabytes,
     snapshot,
 )
 from trunkattn.engine import LLM, RequestOutput
@@ -176,10 +177,12 @@ def policy_table(result: DemoResult) -> Table:
     for name, field, form, direction in rows:
         before, after = getattr(alone, field), getattr(auto, field)
         table.add_row(name, form.format(before), form.format(after), f"{(after / before) ** direction:.1f}×")
-    table.add_row("KV read per decode step", _mb(alone.kv_bytes_read), _mb(auto.kv_bytes_read), "")
-    table.add_row("KV memory held, peak", _mb(alone.kv_bytes_held), _mb(auto.kv_bytes_held), "")
+    table.add_row("KV read per decode step", megabytes(alone.kv_bytes_read), megabytes(auto.kv_bytes_read), "")
+    table.add_row("KV memory held, peak", megabytes(alone.kv_bytes_held), megabytes(auto.kv_bytes_held), "")
     times = f"{auto.kv_bytes_unshared / auto.kv_bytes_held:.1f}×"
-    table.add_row("  with a copy per request", _mb(alone.kv_bytes_unshared), _mb(auto.kv_bytes_unshared), times)
+    table.add_row(
+        "  with a copy per request", megabytes(alone.kv_bytes_unshared), megabytes(auto.kv_bytes_unshared), times
+    )
     equal = f"{result.identical_answers} of {total}"
     table.add_row("answers identical", "", equal, "yes" if result.identical_answers == total else "no")
     table.caption = (
@@ -208,7 +211,7 @@ def cache_table(result: DemoResult) -> Table:
     )
     for name, field in rows:
         table.add_row(name, f"{getattr(paged, field):,}", f"{getattr(contiguous, field):,}")
-    table.add_row("memory held", _mb(paged.held_bytes), _mb(contiguous.held_bytes))
+    table.add_row("memory held", megabytes(paged.held_bytes), megabytes(contiguous.held_bytes))
     table.add_row("utilisation", f"{paged.utilisation:.1%}", f"{contiguous.utilisation:.1%}", style="bold")
     return table
 
@@ -227,7 +230,3 @@ def _cache_figures(usage: SlotUsage, token_bytes: int) -> CacheFigures:
 
 def _answers(run: BatchRun) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in run.outputs]
-
-
-def _mb(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:.1f} MB"

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
+from trunkattn.cli.measure import megabytes
 from trunkattn.planner.prefix_forest import ROOT, Forest
 
 PRIVATE_COLOUR: Final = "#f2b36b"
@@ -118,7 +119,7 @@ def _draw_nodes(axes: Axes, picture: ForestPicture) -> None:
         colour = _colour(count, len(picture.names))
         axes.add_patch(Rectangle((left, row), width, count, facecolor=colour, edgecolor="white", linewidth=1.2))
         if count >= LABEL_ROWS and (label := picture.label(node)):
-            text = f"{_wrap(label)}\n\n{end - start:,} tokens\n{_megabytes((end - start) * picture.token_bytes)}"
+            text = f"{_wrap(label)}\n\n{end - start:,} tokens\n{megabytes((end - start) * picture.token_bytes)}"
             text += f"\n\nread once\nfor {count}" if picture.is_read_once(node) else f"\n\nshared by {count}"
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 13, "fontweight": "bold"}
             axes.text(left + width / 2, row + count / 2, text, color="white", **style)
@@ -156,12 +157,12 @@ def _draw_bytes(axes: Axes, picture: ForestPicture) -> None:
     for row, (name, count, colour) in enumerate(bars):
         axes.barh(row, count, height=0.62, color=colour)
         axes.text(-0.008 * picture.bytes_per_query, row, name, ha="right", va="center", fontsize=12, color=INK)
-    each, layers = _megabytes(picture.bytes_per_query), picture.num_layers
+    each, layers = megabytes(picture.bytes_per_query), picture.num_layers
     inside: dict[str, Any] = {"va": "center", "fontsize": 12, "color": INK}
-    per_layer = _megabytes(picture.bytes_per_query / layers)
+    per_layer = megabytes(picture.bytes_per_query / layers)
     axes.text(picture.bytes_per_query * 0.01, 0, f"{each} per step: {per_layer} in each of {layers} layers", **inside)
-    saved = _megabytes(picture.bytes_per_query - picture.bytes_read)
-    text = f"{_megabytes(picture.bytes_read)} per step: {_megabytes(picture.bytes_read / layers)} in each layer; "
+    saved = megabytes(picture.bytes_per_query - picture.bytes_read)
+    text = f"{megabytes(picture.bytes_read)} per step: {megabytes(picture.bytes_read / layers)} in each layer; "
     axes.text(picture.bytes_read + picture.bytes_per_query * 0.01, 1, f"{text}{saved} saved", **inside)
     axes.set(xlim=(-0.09 * picture.bytes_per_query, picture.bytes_per_query), ylim=(1.5, -0.5))
     axes.set_title("KV bytes that attention reads in this step", loc="left", fontsize=13, color=INK)
@@ -187,7 +188,3 @@ def _wrap(label: str) -> str:
     """Breaks a label after every second word."""
     words = label.split()
     return "\n".join(" ".join(words[at : at + 2]) for at in range(0, len(words), 2))
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:.1f} MB"

@@ -42,11 +42,6 @@ class FlatLogprobs(Sequence[Entry], Generic[Entry]):
         vars(found).update(vars(self))
         return found
 
-    @property
-    def num_values(self) -> int:
-        """Log-probabilities of all entries."""
-        return self._ends[self._length - 1] if self._length else 0
-
     def __len__(self) -> int:
         return self._length
 

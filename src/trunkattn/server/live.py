@@ -89,11 +89,6 @@ class Live:
         self._is_asked = False  # for a picture that has not been made yet
         self._token_bytes = llm.kv_cache.bytes_per_token
 
-    @property
-    def has_readers(self) -> bool:
-        """Whether any page is open."""
-        return bool(self._readers)
-
     def bind(self, loop: EngineLoop) -> None:
         """Names the loop that calls `watch`."""
         self._loop = loop

@@ -1,12 +1,13 @@
 """Calls that a log has more than once: a gateway's span contains the engine's, or a call was exported twice."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.analysis.formats.base import Entry, Hashes, Repeated
+from trunkattn.analysis.formats.base import Entry, Hashes, Line, Parse, Repeated, SkippedLine, Told, each
 
 _NONE = -1  # no span, or no call
 _DEEPEST = 64  # the most spans of other work between two spans of one call
@@ -53,6 +54,18 @@ class Calls:
         around = _calls_around(ids[spans], parents[spans], ranks[spans])
         for call, kept, is_same in _around_others(around, ranks[spans]):
             yield Repeated(int(spans[call]), int(spans[kept]), is_same)
+
+
+def each_call(parse_line: Callable[[Calls, Line], Iterable[Entry | SkippedLine]]) -> Parse:
+    """Makes a parser of logs that may have a call twice, for example in two exports in one folder. `parse_line` parses
+    a line by itself, as in `each`, and adds its spans to the calls."""
+
+    def parse(lines: Iterable[Line]) -> Iterator[Told]:
+        calls = Calls()
+        yield from each(partial(parse_line, calls))(lines)
+        yield from calls.repeated()
+
+    return parse
 
 
 def _number(trace: object, span: object) -> int | None:

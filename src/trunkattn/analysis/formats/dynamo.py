@@ -1,7 +1,6 @@
 """NVIDIA Dynamo's request trace (DYN_REQUEST_TRACE=1): block hashes, times and sessions."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 from trunkattn.analysis.formats.base import (
     MILLISECONDS,
@@ -10,9 +9,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Hashes,
     Line,
-    Told,
     check_blocks,
-    each,
     first,
     hash_ids,
     integer,
@@ -20,7 +17,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
     seconds,
 )
-from trunkattn.analysis.formats.calls import Calls
+from trunkattn.analysis.formats.calls import Calls, each_call
 
 SCHEMA = "dynamo.request.trace."
 
@@ -34,13 +31,6 @@ def _unwrapped(fields: Fields) -> Fields:
 def recognises(fields: Fields) -> bool:
     """Whether an object names Dynamo's schema."""
     return str(_unwrapped(fields).get("schema", "")).startswith(SCHEMA)
-
-
-def parse(lines: Iterable[Line]) -> Iterator[Told]:
-    """The requests of all lines, each once, also where a folder has two exports of it."""
-    calls = Calls()
-    yield from each(partial(_requests, calls))(lines)
-    yield from calls.repeated()
 
 
 def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
@@ -81,4 +71,4 @@ def _arrival(fields: Fields, request: Fields) -> float | None:
     return seconds("event_time_unix_ms", end, *MILLISECONDS) - seconds("total_time_ms", total, *MILLISECONDS)
 
 
-FORMAT = Format("dynamo", "Dynamo request trace", recognises, parse)
+FORMAT = Format("dynamo", "Dynamo request trace", recognises, each_call(_requests))

@@ -1,6 +1,6 @@
 """Langfuse's observations, as its export writes them (snake_case) and as its interface returns them (camelCase)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,18 +10,16 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
-    Told,
     answer_text,
     attempt,
     decoded,
-    each,
     epoch_seconds,
     first,
     optional_integer,
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
-from trunkattn.analysis.formats.calls import Calls
+from trunkattn.analysis.formats.calls import Calls, each_call
 from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("start_time", "startTime")
@@ -36,13 +34,6 @@ def recognises(fields: Fields) -> bool:
     if isinstance(page, list) and page and isinstance(page[0], Mapping):
         return recognises(page[0])
     return "type" in fields and first(fields, *STARTS) is not None and ("trace_id" in fields or "traceId" in fields)
-
-
-def parse(lines: Iterable[Line]) -> Iterator[Told]:
-    """The generations of all observations, without those that failed."""
-    calls = Calls()
-    yield from each(partial(_generations, calls))(lines)
-    yield from calls.repeated()
 
 
 def _generations(calls: Calls, line: Line) -> Iterator[Entry | SkippedLine]:
@@ -113,4 +104,4 @@ def _prompt(value: Any, parameters: Any, num_tokens: int | None) -> Prompt:
     return length_alone("usage_details.input", num_tokens)
 
 
-FORMAT = Format("langfuse", "Langfuse observations", recognises, parse)
+FORMAT = Format("langfuse", "Langfuse observations", recognises, each_call(_generations))

@@ -1,7 +1,6 @@
 """LiteLLM's standard logging payload, and rows of its table of spending, which hold text only where that is stored."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 from trunkattn.analysis.formats.base import (
     Entry,
@@ -9,9 +8,7 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
-    Told,
     decoded,
-    each,
     epoch_seconds,
     first,
     optional_integer,
@@ -19,7 +16,7 @@ from trunkattn.analysis.formats.base import (
     require,
 )
 from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, outcome_of, prompts_of
-from trunkattn.analysis.formats.calls import Calls
+from trunkattn.analysis.formats.calls import Calls, each_call
 
 # What stands for messages that LiteLLM was told to leave out of its logs. All would seem to be the same prompt.
 _NO_TEXT = "redacted-by-litellm"
@@ -30,13 +27,6 @@ GENERATES = ("completion", "responses", "generate_content", "messages")
 def recognises(fields: Fields) -> bool:
     """Whether an object has LiteLLM's names."""
     return "call_type" in fields and "startTime" in fields
-
-
-def parse(lines: Iterable[Line]) -> Iterator[Told]:
-    """The requests of all lines, each once, also where a folder has two exports of it."""
-    calls = Calls()
-    yield from each(partial(_requests, calls))(lines)
-    yield from calls.repeated()
 
 
 def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
@@ -78,4 +68,4 @@ def _prompt(fields: Fields, parameters: Fields) -> Prompt:
     return length_alone("prompt_tokens", fields["prompt_tokens"])
 
 
-FORMAT = Format("litellm", "LiteLLM log", recognises, parse)
+FORMAT = Format("litellm", "LiteLLM log", recognises, each_call(_requests))

@@ -1,7 +1,7 @@
 """OpenTelemetry's spans of generative AI: OTLP as JSON, and spans with flat attributes; OpenInference's names too."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,18 +11,16 @@ from trunkattn.analysis.formats.base import (
     Format,
     Line,
     Prompt,
-    Told,
     answer_text,
     attempt,
     decoded,
-    each,
     epoch_seconds,
     first,
     integer,
     optional_text,
 )
 from trunkattn.analysis.formats.bodies import chat_of, length_alone, prompts_of
-from trunkattn.analysis.formats.calls import Calls
+from trunkattn.analysis.formats.calls import Calls, each_call
 from trunkattn.analysis.records import SkippedLine
 
 STARTS = ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime", "timestamp")
@@ -53,13 +51,6 @@ def recognises(fields: Fields) -> bool:
     if "resourceSpans" in fields or "resource_spans" in fields:
         return True
     return any(name.startswith(MARKS) for name in _attributes(fields))
-
-
-def parse(lines: Iterable[Line]) -> Iterator[Told]:
-    """The model's calls among all spans, without those that failed."""
-    calls = Calls()
-    yield from each(partial(_calls, calls))(lines)
-    yield from calls.repeated()
 
 
 def _calls(calls: Calls, line: Line) -> Iterator[Entry | SkippedLine]:
@@ -206,4 +197,4 @@ def _numbered(attributes: Fields) -> list[dict[str, Any]]:
     return [found[number] for number in sorted(found)]
 
 
-FORMAT = Format("opentelemetry", "OpenTelemetry spans", recognises, parse)
+FORMAT = Format("opentelemetry", "OpenTelemetry spans", recognises, each_call(_calls))
