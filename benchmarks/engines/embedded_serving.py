@@ -3,12 +3,13 @@
     python -m benchmarks.engines.embedded_serving [--trace FILE]  # results/serving-cpu.json and its picture
     python -m benchmarks.engines.embedded_serving --device cuda [--trace FILE]  # named by the card, 4 minutes
 
-Arrivals (Tables 5 to 7): lengths of a trace in Mooncake's format, or drawn like them, shortened as `SCALES` has it;
-Poisson arrivals at 85 % of the rate that the engine completes (on a GPU: starts) when all are there at once. The same
-requests at the same moments run under `prefill_first` and under `chunked_prefill` with several token budgets, on a GPU
-each with attention of prompts and decodes one after the other (`serial`) and as `auto` has it. Mixes (Figure 15):
-requests of equal length that all wait, a few at a time, with 8 to 24 prompt tokens per output token. Nothing is shared
-between the prompts, and prefixes are not cached: this is only about scheduling.
+Arrivals (Tables 5 to 7): lengths come from a trace in Mooncake's format or are drawn like them, and `SCALES` shortens
+them. Requests arrive by a Poisson process, at 85 % of the rate at which the engine completes requests (on a GPU: starts
+them) if all arrive at once. The same requests at the same moments run under `prefill_first`, and under
+`chunked_prefill` with several token budgets. On a GPU each of these runs twice: with attention of prompts and decodes
+one after the other (`serial`), and as `auto` chooses. Mixes (Figure 15): requests of equal length all wait from the
+beginning and run a few at a time, with 8 to 24 prompt tokens per output token. Prompts share nothing and prefixes are
+not cached, because this is only about scheduling.
 
 On a GPU the model is POD's, Llama-3-8B, with random weights, and stalls are those of POD's Table 5, of 200 and 500 ms:
 what a person notices is no shorter on a faster card. On a CPU all is scaled to the machine: POD's decode step takes

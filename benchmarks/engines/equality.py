@@ -10,12 +10,17 @@ the shared prefix shows it), in one process per case and back end, --at-once of 
 are greedy and share a prefix; each is generated twice, the second time from the prefix cache. `equality_cases.py` says
 what the cases are; without --cases they are all that one card has.
 
-Compared with the engine's own back end are the tokens up to the first that differs; there, how far apart the first saw
-the two candidates; and the log-probabilities of equal tokens. They are `within_rounding` if 99 % of the
-log-probabilities differ by no more than three times as much as between the first back end's own two rounds, or than one
-step of a logit in the model's dtype; the largest by no more than three times the largest there, or three steps; and no
-gap is wider than both. vLLM's rows have each back end beside itself in the plainest case of the same model (`alone`),
-and SGLang's have ours beside SGLang's own there (`plain`).
+Three things are compared with the engine's own back end: how many tokens are equal before the first that differs, the
+log-probabilities of these equal tokens, and the gap, which is how far apart the engine's own back end saw the two
+candidates where answers part. An answer is `within_rounding` if all of this holds:
+
+- 99 % of the log-probabilities differ by at most three times the difference between two rounds of the engine's own back
+  end, or by at most one step of a logit in the model's dtype;
+- the largest difference is at most three times the largest one between those two rounds, or three such steps;
+- no gap is wider than both the first of these bounds and the largest difference.
+
+vLLM's rows also compare each back end with itself in the plainest case of the same model (`alone`), and SGLang's rows
+compare ours with SGLang's own there (`plain`).
 
 A case fails if an engine does, if a back end is not within rounding, or if ours has not counted the steps that it
 should have computed. The script then ends with 1. vLLM's own back end rounds queries to fp8 with an fp8 cache, so that

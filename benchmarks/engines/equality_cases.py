@@ -2,7 +2,7 @@
 
 vLLM: context-parallel (two cards share each request; the model has one KV head, and so has one-kv-head, on one card);
 invariant (VLLM_BATCH_INVARIANT=1: also whether each request has the same tokens and log-probabilities by itself);
-bf16; mixed (long prompts that arrive in chunks while others decode, heads as of Llama-3-8B); fp8 (KV cache); drafts
+bf16; mixed (long prompts that arrive in chunks while others decode, heads as in Llama-3-8B); fp8 (KV cache); drafts
 (n-gram speculation, several query tokens); window (a sliding window, Mistral); soft-cap (Gemma2, windows in every other
 layer); gpt-oss (sinks, windows in every other layer, heads of 64, experts) and gpt-oss-fp8; gemma-3 (heads of 256,
 windows in five of six layers); group-7 (seven query heads per KV head, as in Qwen2.5-7B); tensor-parallel (two cards).

@@ -4,7 +4,7 @@
 
 Trees of 64 to 1024 requests, pages of 16 tokens, 32 query and 8 KV heads. `device_us`: of the planner's launches, from
 tables on the device to a plan there, replayed as a CUDA graph that the host has queued before it begins; `empty_us`: of
-a graph with a launch of one program that does nothing. `in_a_row_us`: of each of five plans in one graph. `call_us`:
+a graph with a launch of one CTA that does nothing. `in_a_row_us`: of each of five plans in one graph. `call_us`:
 what `BatchAttention.plan(..., into=plan)` takes on the host, which does not wait. `host_us`: a plan from tables on the
 CPU, without a capacity.
 """

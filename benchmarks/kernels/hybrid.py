@@ -5,7 +5,7 @@
     python -m benchmarks.kernels.hybrid --part sweep --quick  # 30 batches; results/hybrid-quick-CARD.json
 
 table: six batches. sweep: random batches in which prefill and decode are each 20 % or more of FlashAttention-3's serial
-time (POD's Figure 11). chunks: a prompt of 16k in 32 chunks beside decodes that fill two waves of programs, and one
+time (POD's Figure 11). chunks: a prompt of 16k in 32 chunks beside decodes that fill two waves of CTAs, and one
 decode more (its Figure 6). splits: prefill cut less and more than by default (its Table 8). on_device: batches of
 the sweep, planned on the device without a wait (`PromptChunks`), beside the way of engines that do not overlap: decodes
 by our kernels and prompts by FlashAttention-3.

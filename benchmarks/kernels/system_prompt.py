@@ -5,7 +5,7 @@
 Batch 32, 128 private tokens each, a system prompt of 64 to 8,192 tokens, 32 heads of 128 (Llama-2-7B's). Theory counts
 the memory traffic of the paper's section 3.3: (s + c + 2) / (s / b + c + 7) for b requests, s shared and c private
 tokens. Measured: the time of policy `per_query` over that of `relay` and of `auto`; on a GPU each run finds an L2
-cache without its keys, but programs of one run that read the same prompt find it there.
+cache without its keys, but CTAs of one run that read the same prompt find it there.
 """
 
 import math

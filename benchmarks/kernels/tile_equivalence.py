@@ -4,7 +4,7 @@
 
 Bandwidth: batches of many lengths and sizes, tiles of one query token ("alone") or of as many requests as they hold
 ("filled", where their rows read different keys), cut into as many parts as fill the card. Chains: one item, uncut, so
-that each KV head is one program on an idle card; ns of a block is the difference of a long and a short sequence. All
+that each KV head is one CTA on an idle card; ns of a block is the difference of a long and a short sequence. All
 timed and checked as in decode.py. latency_ns: of a load that misses the L2 cache, for solve_tiles.py.
 """
 

@@ -97,7 +97,7 @@ def sweep_batches(count: int) -> list[HybridBatch]:
 
 
 def chunk_batches(num_sms: int) -> list[HybridBatch]:
-    """Chunks of 512 of a 16k prompt, beside decodes with a program per KV head that fill two waves, and one more."""
+    """Chunks of 512 of a 16k prompt, beside decodes with a CTA per KV head that fill two waves, and one more."""
     heads = MODELS["Yi-6B"]
     full = 2 * num_sms // heads[1]
     return [

@@ -241,7 +241,7 @@ def hopper_kernels() -> Drawing:
             drawing.box(x, top + 102, half, 34, shades[block - 2], f"P·V{block - 2}")
     end = drawing.note(
         10, top + 206, 580, "A block is loaded, multiplied with the queries and put through the softmax. While its "
-        "softmax runs, the tensor cores add the values of the block before. Two such programs share an SM."
+        "softmax runs, the tensor cores add the values of the block before. Two such CTAs share an SM."
     )  # fmt: skip
     drawing.height = end + 4
     return drawing

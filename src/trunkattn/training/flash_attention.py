@@ -62,7 +62,7 @@ def flash_attention(
         tree: sequences that share prefixes: q, k and v are packed, [tree.num_tokens, heads, head_dim], and a token sees
             itself and its ancestors, whatever `causal` is.
         deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
-            Otherwise a GPU adds up dq in the order in which its programs run; all other results are bit-equal anyway.
+            Otherwise a GPU adds up dq in the order in which its thread blocks run. Other results are bit-equal anyway.
         return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
 
     Returns:

@@ -46,7 +46,7 @@ _BLOCK: Final = 512
 class SpanSizes(NamedTuple):
     """Constants of the kernels. tokens: the most query tokens; height: query tokens of an item; height_lanes, lanes:
     sizes of vectors of an item's query tokens and of all spans; key_block: keys that a tile computes at once; block:
-    entries that a program handles at once."""
+    entries that a CTA handles at once."""
 
     tokens: int
     height: int
@@ -200,7 +200,7 @@ def spans_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What each span has, one program for each; the last two programs list merges, and count tokens."""
+    """What each span has, one CTA for each; the last two CTAs list merges, and count tokens."""
     trigger_and_wait(PDL)
     num_entries = tl.load(counts_of(status).num_entries)
     others = tl.num_programs(0) - 2
@@ -214,7 +214,7 @@ def spans_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """The items of each span, and their query tokens, one program for each."""
+    """The items of each span, and their query tokens, one CTA for each."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _SPAN // SIZES.segment_size
     BLOCK: tl.constexpr = SIZES.block

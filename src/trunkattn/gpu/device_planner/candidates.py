@@ -16,10 +16,10 @@ from trunkattn.planner.tiles.layout import Stage
 
 _RADIX: Final = 9  # parts into which a round of the search divides the columns
 _HASHED: Final = 256  # columns of a row that are hashed at once
-_PAIRS: Final = 1024  # other rows that a program compares its row with at once
-_BLOCK: Final = 512  # rows, columns, items or tokens that a program handles at once
-_CANDIDATE_BLOCK: Final = 256  # tiles of a candidate that a program handles at once
-_NODES_TIMES_SEGMENTS: Final = 2048  # pairs of a node and a segment that a program compares at once
+_PAIRS: Final = 1024  # other rows that a CTA compares its row with at once
+_BLOCK: Final = 512  # rows, columns, items or tokens that a CTA handles at once
+_CANDIDATE_BLOCK: Final = 256  # tiles of a candidate that a CTA handles at once
+_NODES_TIMES_SEGMENTS: Final = 2048  # pairs of a node and a segment that a CTA compares at once
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
     subtiles: int  # the most subtiles of a tile
     rounds: int  # rounds of a search over the columns
     radix: int  # parts into which a round divides the columns
-    hashed: int  # columns that a program hashes at once; below are other numbers that it handles at once
+    hashed: int  # columns that a CTA hashes at once; below are other numbers that it handles at once
     pairs: int  # other rows that it compares with its row
     row_block: int  # rows
     column_block: int  # columns of two rows that it compares

@@ -1,6 +1,6 @@
 """Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
-One program for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
+One CTA for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
 of each tile (`planner.tiles.cost.tilings_ns`, `tilings_fit`). The later launches take the candidate with the least
 time, and the first one among equals.
 """
@@ -103,7 +103,7 @@ class _Sums(NamedTuple):
 
 @triton.jit
 def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, slots_b, item_b, chain_b):
-    """Combines all sums and maxima in one reduction, so that the program's warps synchronize only once."""
+    """Combines all sums and maxima in one reduction, so that the CTA's warps synchronize only once."""
     return (
         work_a + work_b,
         partials_a + partials_b,
@@ -157,7 +157,7 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, ite
 
 @triton.jit
 def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Fills `choice`, one program for each pass of each candidate. costs: those of the host, their table of tiles on
+    """Fills `choice`, one CTA for each pass of each candidate. costs: those of the host, their table of tiles on
     the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
     a_pass = load_pass(choice.passes, number)

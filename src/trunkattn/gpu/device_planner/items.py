@@ -264,7 +264,7 @@ def items_kernel(
 ):
     """Writes every item of the chosen candidate, and counts the partials of each query token. Only a low tile that is
     not cut can hold the last partial of all its queries when there are others, and, if it is the lowest tile, merge
-    them. The last program, which often has no item, sums up the plan."""
+    them. The last CTA, which often has no item, sums up the plan."""
     trigger_and_wait(PDL)
     candidate = chosen(choice.times, SIZES)
     counts = counts_of(status)

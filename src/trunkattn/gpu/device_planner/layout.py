@@ -312,7 +312,7 @@ def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, P
 
 @triton.jit
 def _add_totals(to, totals):
-    """Adds a tile's numbers in one instruction for the whole program."""
+    """Adds a tile's numbers in one instruction for the whole CTA."""
     field = tl.arange(0, TOTAL_FIELDS)
     value = tl.where(field == 0, totals.segments, tl.where(field == 1, totals.once, totals.again))
     value = tl.where(field == 2, totals.common, value).to(tl.int64)

@@ -253,7 +253,7 @@ class DevicePlanner:
             SIZES=sizes,
             **self._pdl(),
         )
-        # With 4 warps and 168 registers all programs run at once; without a limit the compiler aims at 128 and spills.
+        # With 4 warps and 168 registers all CTAs run at once; without a limit the compiler aims at 128 and spills.
         # With 8 warps, for groups of one head, they take turns.
         warps = max(4, sizes.nodes // 16)
         lists = tile_list.PlanArrays(*(plan.arrays[name] for name in tile_list.PlanArrays._fields))

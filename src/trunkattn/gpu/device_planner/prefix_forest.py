@@ -106,7 +106,7 @@ def hash_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hashes [columns, rows] int64: equal where two rows have equal pages up to a column. One program for each row,
+    """hashes [columns, rows] int64: equal where two rows have equal pages up to a column. One CTA for each row,
     which also looks for values that break a bound; the last one counts the batch. partials and totals become zero."""
     trigger_and_wait(PDL)
     row = tl.program_id(0)
@@ -172,7 +172,7 @@ def _columns_shared(row, other, bound, hashes, SIZES: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def links_kernel(tables, num_rows, num_columns, hashes, links, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Links of the rows, one program for each. The rows below a row are those that share more columns with it than it
+    """Links of the rows, one CTA for each. The rows below a row are those that share more columns with it than it
     shares with its parent."""
     row = tl.program_id(0)
     bounds = Bounds(num_rows, num_columns, limits.max_query_len)
@@ -208,7 +208,7 @@ def links_kernel(tables, num_rows, num_columns, hashes, links, limits, SIZES: tl
 
 @triton.jit
 def _sum_and_maximum(sum_a, most_a, sum_b, most_b):
-    """One reduction waits for the program's warps once."""
+    """One reduction waits for the CTA's warps once."""
     return sum_a + sum_b, tl.maximum(most_a, most_b)
 
 
@@ -271,7 +271,7 @@ def entries_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The entries of the rows, one program for each. positions [tokens] is the plan's."""
+    """The entries of the rows, one CTA for each. positions [tokens] is the plan's."""
     row = tl.program_id(0)
     bounds = Bounds(num_rows, num_columns, limits.max_query_len)
     request = load_request(row, tables, bounds, SIZES)

@@ -1,6 +1,6 @@
 """Planning on the device: the arrays of a plan, from its items (`planner.work_list.TileList`).
 
-One program an item counts what stands before it: segments and queries in the order of emission, items in the order of
+One CTA an item counts what stands before it: segments and queries in the order of emission, items in the order of
 weight. Stores beyond an array are left out and flagged; an item whose segments or queries do not fit is empty.
 """
 
@@ -34,7 +34,7 @@ from trunkattn.gpu.device_planner.cost import load_pass
 from trunkattn.gpu.device_planner.items import count_partials, item_arrays, load_item, partial_arrays, touches
 from trunkattn.gpu.device_planner.layout import load_nodes, node_arrays
 
-# What a program of `lists_kernel` does
+# What a CTA of `lists_kernel` does
 _LIST_SEGMENTS = tl.constexpr(0)
 _LIST_QUERIES = tl.constexpr(1)
 _LIST_MERGES = tl.constexpr(2)
@@ -292,7 +292,7 @@ def _store_plan_item(items, place, fits, size):
 
 @triton.jit
 def _assign_role(num_items):
-    """(role, worker, workers) of this program. The last two programs list merges, and count. Of the others one for each
+    """(role, worker, workers) of this CTA. The last two CTAs list merges, and count. Of the others one for each
     item, half of them at most, list queries; the rest list segments."""
     program, others = tl.program_id(0), tl.num_programs(0) - 2
     query_workers = tl.minimum(num_items, others // 2)
@@ -309,7 +309,7 @@ def _assign_role(num_items):
 def lists_kernel(
     tables, row_stride, entries, status, layout, choice, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The plan's arrays. Where there are fewer items than programs, several list the segments of one item in turn."""
+    """The plan's arrays. Where there are fewer items than CTAs, several list the segments of one item in turn."""
     trigger_and_wait(PDL)
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)

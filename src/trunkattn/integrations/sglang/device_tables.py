@@ -8,7 +8,7 @@ import triton.language as tl
 
 from trunkattn.integrations.sglang.tables import Requests
 
-_COLUMNS: Final = 1024  # of a program
+_COLUMNS: Final = 1024  # of a CTA
 
 
 class DeviceTables:
