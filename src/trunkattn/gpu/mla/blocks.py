@@ -1,9 +1,9 @@
 """Blocks of a latent cache in shared memory: the producer warps that load them by TMA, and how their consumers wait.
 
-A block is 64 rows of a latent cache, of 512 latent and 64 rope columns. It is kept as two halves of 256 latent columns,
-and the rope columns. Scores need all columns; the output of a half needs only that half. So each half, and the rope
-columns, has a full barrier of its own, and is released when its last reader is done: the next block's loads begin
-while other parts of this one are still in use.
+A block is 64 rows of a latent cache, of 512 latent and 64 rope columns. It is kept in three parts: two halves of 256
+latent columns, and the rope columns. Scores need all columns, but half of the output needs only its half of the latent
+columns. So each part has a full barrier of its own and is released when its last reader is done. The loads of the next
+block begin while other parts of this one are still in use.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +35,9 @@ _SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexp
 
 
 class Buffers(NamedTuple):
-    """Two blocks. *_boxes: as TMA writes them; halves [2 * buffers, 64, 256], rope [buffers, 64, 64]: the same memory.
-    full [parts * buffers, 1]: the full barriers."""
+    """Buffers of two blocks. The fields `*_boxes` are the memory as TMA writes it; `halves` [2 * buffers, 64, 256] and
+    `rope` [buffers, 64, 64] are the same memory as products read it. `full` [parts * buffers, 1] are the full
+    barriers."""
 
     half_boxes: Any
     rope_boxes: Any
@@ -46,7 +47,7 @@ class Buffers(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """Tasks of a CTA. items: pointer to the first item."""
+    """Tasks of a CTA. `items` points to the first item."""
 
     items: Any
     num_tasks: Any
@@ -55,8 +56,8 @@ class Tasks(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of an item: segments [first, end) in `count` blocks, of which the first `num_full` are seen whole by all
-    rows."""
+    """Blocks of an item: segments [first, end) in `count` blocks. All rows see the whole of the first `num_full`
+    blocks."""
 
     first: Any
     end: Any
@@ -66,7 +67,7 @@ class Blocks(NamedTuple):
 
 @gluon.jit
 def allocate_buffers(desc, C: gl.constexpr):
-    """The buffers, all empty."""
+    """Allocates the buffers. All of them are empty."""
     BOXES: gl.constexpr = BLOCK_ROWS // C.segment_size
     HALF_BOXES: gl.constexpr = (2 * 2 * HALF_PARTS * BOXES, 1, C.segment_size, PART_COLUMNS)
     ROPE_BOXES: gl.constexpr = (2 * BOXES, 1, C.segment_size, PART_COLUMNS)
@@ -88,7 +89,7 @@ def allocate_buffers(desc, C: gl.constexpr):
 
 @gluon.jit
 def blocks_of(item, C: gl.constexpr):
-    """The blocks of an item."""
+    """Returns the blocks of an item."""
     BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
     start, shared_end = gl.load(item + ITEM_SEGMENT_START), gl.load(item + ITEM_SHARED_END)
     end = gl.load(item + ITEM_SEGMENT_END)
@@ -98,44 +99,45 @@ def blocks_of(item, C: gl.constexpr):
 
 @gluon.jit
 def task_of(tasks, turn, C: gl.constexpr):
-    """The task at a turn: an item, and in place of a KV head a group of query heads."""
+    """Returns the task at a turn: an item, and a group of query heads where other kernels have a KV head."""
     return scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_head_groups)
 
 
 @gluon.jit
 def part_wait(buffers, BUFFER: gl.constexpr, PART: gl.constexpr, uses):
-    """Waits until a part of a buffer has been written for the use number `uses`."""
+    """Waits until a part of a buffer has been written for its use number `uses`."""
     mbarrier.wait(buffers.full.index(BUFFER * PARTS + PART), uses & 1)
 
 
 @gluon.jit
 def part_release(BUFFER: gl.constexpr, PART: gl.constexpr):
-    """This warp has read a part."""
+    """Tells the producer that this warp has read a part."""
     barrier_arrive(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
 
 
 @gluon.jit
 def _part_acquire(BUFFER: gl.constexpr, PART: gl.constexpr, uses):
-    """Waits until the part is released. The first use finds it empty."""
+    """Waits until the part is released. The first use does not wait, because the part is empty."""
     if uses > 0:
         barrier_sync(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
 
 
 @gluon.jit
 def queries_sync():
-    """A producer warp waits until the loads of the first queries are under way: behind its own they would wait for all
-    of these."""
+    """Makes a producer warp wait until the loads of the first queries have been started. If they came after its own
+    loads, they would wait for all of these."""
     barrier_sync(_BAR_QUERIES, _ALL_THREADS)
 
 
 @gluon.jit
 def queries_arrive():
-    """A consumer warp has started those loads."""
+    """Reports that a consumer warp has started the loads that `queries_sync` waits for."""
     barrier_arrive(_BAR_QUERIES, _ALL_THREADS)
 
 
 class Boxes(NamedTuple):
-    """TMA boxes of a block, as tuples, one for each segment: the page, and the token of the page at which it begins."""
+    """TMA boxes of a block, one for each segment. Both fields are tuples: the page of each box, and the token of that
+    page at which the box begins."""
 
     page: Any
     token: Any
@@ -143,8 +145,8 @@ class Boxes(NamedTuple):
 
 @gluon.jit
 def _locate(segments, at, end, C: gl.constexpr):
-    """The boxes of a block that begins with segment `at`. A box of fewer tokens ends where they end: what lies before
-    them is finite or set to 0 by TMA, and what lies behind may be NaN."""
+    """Returns the boxes of a block that begins with segment `at`. A box with fewer tokens than it has room for ends
+    with the last of them. What lies before the tokens is finite, or TMA sets it to 0; what lies behind may be NaN."""
     page: gl.tuple = ()
     token: gl.tuple = ()
     for i in gl.static_range(BLOCK_ROWS // C.segment_size):
@@ -178,8 +180,8 @@ def _load_part(desc, buffers, boxes, BUFFER: gl.constexpr, PART: gl.constexpr, u
 
 @gluon.jit
 def load_items(tasks, segments, desc, buffers, BUFFER: gl.constexpr, C: gl.constexpr):
-    """Producer warp of a buffer, which holds every second block of an item. Parts are loaded in the order in which the
-    scores are computed."""
+    """Runs the producer warp of a buffer, which holds every second block of an item. It loads parts in the order in
+    which the scores are computed."""
     BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
     uses, is_first = 0, True
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
@@ -199,8 +201,8 @@ def load_items(tasks, segments, desc, buffers, BUFFER: gl.constexpr, C: gl.const
 
 
 class RowMask(NamedTuple):
-    """What the masks of an item depend on. query, position [64]: of each row, the query's place in the item and in its
-    sequence. window: tokens."""
+    """What the masks of an item depend on. `query` and `position` [64] say where each row's query stands in the item
+    and in its sequence. `window` is in tokens."""
 
     segments: Any
     query: Any
@@ -209,8 +211,8 @@ class RowMask(NamedTuple):
 
 
 class BlockSegments(NamedTuple):
-    """The segments of a block, as tuples: which queries see each and how many tokens it has, packed; and the position
-    of its first token, if the mask needs it."""
+    """The segments of a block, as tuples. The first field packs which queries see a segment and how many tokens it has.
+    The second is the position of its first token, if the mask needs it."""
 
     queries: Any
     position: Any
@@ -218,7 +220,8 @@ class BlockSegments(NamedTuple):
 
 @gluon.jit
 def read_segments(args, blocks, nth, C: gl.constexpr):
-    """The segments of an item's block, read ahead of the scores: memory answers while the tensor cores work."""
+    """Reads the segments of an item's block. This comes before the scores, so that memory answers while the tensor
+    cores work."""
     queries: gl.tuple = ()
     position: gl.tuple = ()
     for i in gl.static_range(BLOCK_ROWS // C.segment_size):
@@ -232,7 +235,7 @@ def read_segments(args, blocks, nth, C: gl.constexpr):
 
 @gluon.jit
 def mask_block(args, read, C: gl.constexpr):
-    """[64, 64] which row sees which key of a block. read: its segments."""
+    """Returns which row sees which key of a block, [64, 64]. `read` are its segments."""
     n = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(0, C.scores))
     begin, until, key = n * 0, n * 0, n * 0
     for i in gl.static_range(BLOCK_ROWS // C.segment_size):

@@ -1,11 +1,11 @@
 """Latent attention in row tiles on Hopper over a paged latent cache, warp specialized, in Gluon.
 
-A CTA computes items of up to 64 rows, (query token, head) pairs, against blocks of 64 cached rows, which are keys and
-values of all heads at once. Two consumer warpgroups each hold 256 columns of the output, as 512 columns in float32 fill
-the registers of two. They take blocks in pairs, like FlashMLA's "seesaw" schedule
-(https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md): each computes the scores of one block,
-and both multiply the probabilities of both blocks with their half of the values. The one's softmax runs while the
-tensor cores work for the other. Probabilities and row maxima pass through shared memory.
+A CTA computes items of up to 64 rows. A row is a (query token, head) pair. Blocks have 64 cached rows, which are keys
+and values of all heads at once. An output of 512 columns in float32 fills the registers of two consumer warpgroups, so
+each of them holds 256 columns. They take blocks in pairs, like FlashMLA's "seesaw" schedule
+(https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Each computes the scores of one block,
+and both multiply the probabilities of both blocks by their half of the values. The softmax of one warpgroup runs while
+the tensor cores work for the other. Probabilities and row maxima pass through shared memory.
 """
 
 from typing import Any, Final, NamedTuple
@@ -64,10 +64,11 @@ class LatentConstants(NamedTuple):
     """What the kernel is compiled for.
 
     Attributes:
-        num_qo_heads, group_size: query heads, and those of them that an item computes at once.
-        segment_size: tokens, and rows of a TMA box.
+        num_qo_heads, group_size: the number of query heads, and how many of them an item computes at once.
+        segment_size: tokens of a whole segment, and rows of a TMA box.
         masked: queries of one sequence see different tokens.
-        scores, acc: layouts of a block's scores and of half of the output. copy: of half of the output in memory.
+        scores, acc: layouts of a block's scores and of half of the output.
+        copy: the layout in which half of the output is copied to memory.
     """
 
     num_qo_heads: int
@@ -85,7 +86,7 @@ class LatentConstants(NamedTuple):
 def constants(
     num_qo_heads: int, group_size: int, page_size: int, segment_size: int, masked: bool, return_lse: bool
 ) -> LatentConstants:
-    """The constants of an attention."""
+    """Returns the constants of an attention."""
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (BLOCK_ROWS.value, HALF_DIM.value)
@@ -105,9 +106,10 @@ def constants(
 
 
 class LatentLayer(NamedTuple):
-    """Tensors of one layer. q_latent [T, Hq, 512], q_rope [T, Hq, 64], out [T, Hq, 512]; the others float32: lse [T,
-    Hq], partial [slots, Hq, 512], partial_lse [slots, Hq], logit_scale and v_scale [1]. logit_scale includes
-    log2(e)."""
+    """Tensors of one layer, and their strides.
+
+    q_latent and out are [T, Hq, 512], and q_rope is [T, Hq, 64]. The other tensors are float32: lse [T, Hq], partial
+    [slots, Hq, 512], partial_lse [slots, Hq], logit_scale and v_scale [1]. logit_scale includes log2(e)."""
 
     q_latent: Any
     q_rope: Any
@@ -126,8 +128,8 @@ class LatentLayer(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of an item, [64] each: the query's place in the item and its token, the head, and whether it is used.
-    count: of those that are."""
+    """The rows of an item, [64] each: the query's place in the item and its token, the head, and whether the item has
+    such a row. `count` is the number of rows that it has."""
 
     query: Any
     token: Any
@@ -138,8 +140,8 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _rows_of(tiles, first, end, first_head, C: gl.constexpr):
-    """The rows of an item, in the layout of scores. A thread has two rows there; of a tile that is copied it has
-    sixteen, and would divide and read for each."""
+    """Returns the rows of an item, in the layout of the scores. A thread has two rows in this layout. In the layout of
+    a copied tile it has sixteen, and would divide and read for each of them."""
     m = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, C.scores))
     query, head, count = m // C.group_size, first_head + m % C.group_size, (end - first) * C.group_size
     token = gl.load(tiles.queries + first + query, mask=m < count, other=0)
@@ -148,7 +150,8 @@ def _rows_of(tiles, first, end, first_head, C: gl.constexpr):
 
 @gluon.jit
 def _load_tile(pointer, at, count, first_column: gl.constexpr, columns: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64, columns] numbers of rows. at [64]: where each row is, in numbers; count: rows that are used."""
+    """Loads rows [64, columns]. `at` [64] is the offset of each row in elements, and `count` is the number of rows that
+    are used."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     used = gl.arange(0, WARPGROUP_ROWS, ROW) < count
     d = first_column + gl.arange(0, columns, gl.SliceLayout(0, LAYOUT))
@@ -157,9 +160,9 @@ def _load_tile(pointer, at, count, first_column: gl.constexpr, columns: gl.const
 
 @gluon.jit
 def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.constexpr):
-    """Query rows to shared memory, half of the latent columns by each warpgroup. Returns the rope columns, in registers
-    of both: they take the place of the right probabilities for as long as it takes to load them. Where logits are
-    scaled by a negative number, queries change their sign."""
+    """Copies query rows to shared memory. Each warpgroup copies half of the latent columns. Returns the rope columns,
+    which both warpgroups hold in registers; while they are loaded, they use the memory of the right probabilities. If
+    logits are scaled by a negative number, queries change their sign."""
     COPY: gl.constexpr = C.copy
     token = rows.token.to(gl.int64)
     at = token * layer.q_latent_token_stride + rows.head * layer.q_latent_head_stride
@@ -185,8 +188,8 @@ def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.cons
 
 @gluon.jit
 def _write_out(out, token, head, out_tile, layer, WHICH: gl.constexpr, C: gl.constexpr):
-    """Half of the columns of rows to `layer.out`, by way of the queries' memory, 16 bytes a thread. token, head [64]:
-    of each row; a token of -1: the row is not written."""
+    """Writes half of the columns of rows to `layer.out`, through the queries' memory, 16 bytes a thread. `token` and
+    `head` [64] are those of each row. A row with token -1 is not written."""
     out_tile.store((out * gl.load(layer.v_scale)).to(out_tile.dtype))
     COPY: gl.constexpr = C.copy
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
@@ -228,7 +231,7 @@ def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.con
 
 @gluon.jit
 def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, C: gl.constexpr):
-    """A consumer warpgroup: its half of the output of the items."""
+    """Runs a consumer warpgroup, which computes its half of the output of the items."""
     ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
     ACC: gl.constexpr = C.acc
     scale = gl.maximum(gl.abs(gl.load(layer.logit_scale)), 1e-37)  # times 0 a masked score, -inf, would be NaN
@@ -270,8 +273,8 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
 
 
 class LatentWork(NamedTuple):
-    """The arrays of a plan. counts: where buckets begin. window: tokens, 2^31 - 1 for all. pdl: a `Pdl`, whose
-    bools Triton does not compile for."""
+    """The arrays of a plan. `counts` says where buckets begin. `window` is in tokens, and 2^31 - 1 hides nothing. `pdl`
+    is a `Pdl`; Triton compiles no special code for its bools."""
 
     tiles: Any
     counts: Any
@@ -280,7 +283,7 @@ class LatentWork(NamedTuple):
 
 
 class LatentArguments(NamedTuple):
-    """The parameters of `latent_decode_kernel`. desc: TMA descriptor of the cache."""
+    """The parameters of `latent_decode_kernel`. `desc` is the TMA descriptor of the cache."""
 
     layer: LatentLayer
     desc: Any
@@ -308,7 +311,8 @@ def latent_decode_kernel(
     segments_size,
     C: gl.constexpr,
 ):
-    """The items of buckets first_bucket to last_bucket, which merge nothing. *_size: of arrays, in numbers."""
+    """Computes the items of buckets first_bucket to last_bucket, which merge nothing. Each `*_size` is the number of
+    elements of an array."""
     if not work.pdl.wait:
         pdl_wait()
     if work.pdl.trigger:
@@ -349,14 +353,15 @@ def latent_decode_kernel(
 
 
 def tma_descriptor(cache: torch.Tensor, segment_size: int) -> TensorDescriptor:
-    """The argument `desc`: a TMA box holds a segment's tokens and 64 columns. cache: [pages, page_size, 1, columns]."""
+    """Returns the argument `desc`. A TMA box holds a segment's tokens and 64 columns. The cache is [pages, page_size,
+    1, columns]."""
     rows = cache[:, :, 0]
     box = [1, segment_size, PART_COLUMNS.value]
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), box, gl.NVMMASharedLayout(128, 16, 3))
 
 
 def layer_of(t: Tensors) -> LatentLayer:
-    """The argument `layer`."""
+    """Returns the argument `layer`."""
     assert t.q_rope is not None
     return LatentLayer(
         q_latent=t.q,
@@ -380,8 +385,8 @@ LAYER: Final = ("layer", "desc")  # the arguments that differ from layer to laye
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the items of the launch's buckets, for layers like `t`. With a window the tokens of a segment that
-    lie before it are loaded and masked: they must be finite, as tokens of the sequence are."""
+    """Binds the launch of the items of the launch's buckets, for layers like `t`. With a window, the tokens of a
+    segment that lie before it are loaded and masked. They must be finite, as tokens of the sequence are."""
     g, arrays, sizes = plan.geometry, plan.arrays, plan.sizes
 
     def of_layer(each: Tensors) -> tuple[LatentLayer, TensorDescriptor]:

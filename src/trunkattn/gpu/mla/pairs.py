@@ -1,7 +1,8 @@
 """Pairs of blocks: scores, softmax and products of the two consumer warpgroups of the latent kernel.
 
-The left warpgroup computes the scores of the first block of a pair and holds the left half of the output; the right
-warpgroup computes those of the second and holds the right half. Of each block both halves need the probabilities:
+The left warpgroup computes the scores of the first block of a pair and holds the left half of the output. The right
+warpgroup computes the scores of the second block and holds the right half. Both halves need the probabilities of each
+block:
 
     left                                    right
     scores of block 0                       scores of block 1
@@ -38,8 +39,9 @@ BOTH_THREADS = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
-    """What the consumer warpgroups share. q [2, 64, 256]: the latent columns of the queries. p_left, p_right [64, 64]:
-    probabilities of the left and the right warpgroup's block; max_* and sum_* [64]: their rows' maxima and sums."""
+    """Shared memory of the consumer warpgroups. `q` [2, 64, 256] has the latent columns of the queries. `p_left` and
+    `p_right` [64, 64] are the probabilities of the left and of the right warpgroup's block. `max_*` and `sum_*` [64]
+    are the maxima and the sums of their rows."""
 
     q: Any
     p_left: Any
@@ -51,7 +53,8 @@ class Shared(NamedTuple):
 
 
 class State(NamedTuple):
-    """row_max, row_sum [64], acc [64, 256]. row_sum: of the own blocks."""
+    """The state of a warpgroup between two pairs: `row_max` [64], `row_sum` [64] of its own blocks, and `acc`
+    [64, 256]."""
 
     row_max: Any
     row_sum: Any
@@ -59,8 +62,8 @@ class State(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What does not change within an item. q_rope: the rope columns of the queries, in registers. scale: of logits,
-    log2(e) included. mask: see `mask_block`. blocks: its blocks."""
+    """What does not change within an item. `q_rope` holds the rope columns of the queries in registers. `scale` is that
+    of logits and includes log2(e). `mask` is what `mask_block` reads, and `blocks` are the item's blocks."""
 
     q_rope: Any
     scale: Any
@@ -70,14 +73,14 @@ class Item(NamedTuple):
 
 @gluon.jit
 def _hidden_zero(uses):
-    """0, of which the compiler knows nothing: descriptors of shared memory that depend on it are computed where they
-    are used. Otherwise they are computed once, ahead of the loop, and spill."""
+    """Returns a 0 that the compiler does not know. Descriptors of shared memory that depend on it are computed where
+    they are used. Otherwise they would be computed once, before the loop, and spill."""
     return uses & (gl.num_programs(1) - 1)
 
 
 @gluon.jit
 def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constexpr):
-    """[64, 64] scores of the own block, whose rope columns are then free."""
+    """Computes the scores [64, 64] of the own block, and releases its rope columns."""
     SCORES: gl.constexpr = C.scores
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_ROWS], gl.float32, SCORES)
     FIRST: gl.constexpr = WHICH
@@ -101,19 +104,21 @@ def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constex
 
 @gluon.jit
 def to_acc_layout(rows, C: gl.constexpr):
-    """A number of each row, for the output. Both layouts give a thread the same rows, so that nothing moves."""
+    """Converts a number of each row to the layout of the output. Both layouts give a thread the same rows, so no data
+    moves."""
     return gl.convert_layout(rows, gl.SliceLayout(1, C.acc))
 
 
 @gluon.jit
 def _operand(p, C: gl.constexpr):
-    """Probabilities as the left operand of a product, in the registers in which they are."""
+    """Returns probabilities as the left operand of a product. They stay in the same registers."""
     return gl.convert_layout(p, gl.DotOperandLayout(0, C.acc, 2))
 
 
 @gluon.jit
 def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl.constexpr):
-    """The left warpgroup's part of a pair of blocks: the scores of the first, and the left half of the output."""
+    """Computes the left warpgroup's part of a pair of blocks: the scores of the first block, and the left half of the
+    output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
     if MASK:
         read = read_segments(item.mask, item.blocks, nth, C)
@@ -143,7 +148,8 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
 
 @gluon.jit
 def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl.constexpr):
-    """The right warpgroup's part: the scores of the second block, and the right half of the output."""
+    """Computes the right warpgroup's part of a pair of blocks: the scores of the second block, and the right half of
+    the output."""
     ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
     if MASK:
         read = read_segments(item.mask, item.blocks, nth + 1, C)

@@ -26,7 +26,7 @@ _POSITION = tl.constexpr(work_list.SEGMENT_POSITION)
 
 
 class LatentOperands(NamedTuple):
-    """The tensors of a layer, as `gpu.layer.Tensors` describes them; cache: of rows."""
+    """The tensors of a layer, as `gpu.layer.Tensors` describes them. `cache` is the cache of rows."""
 
     q: Any
     q_rope: Any
@@ -38,7 +38,7 @@ class LatentOperands(NamedTuple):
 
 
 class LatentStrides(NamedTuple):
-    """Strides of a layer's tensors, in elements; rows are contiguous."""
+    """Strides of a layer's tensors in elements. Rows are contiguous."""
 
     q_token: Any
     q_head: Any
@@ -51,7 +51,8 @@ class LatentStrides(NamedTuple):
 
 
 class LatentShape(NamedTuple):
-    """Constants of an attention. head_dim_v: latent columns; rope_dim: the others. padded_*: widths of their tiles."""
+    """Constants of an attention. A row has `head_dim_v` latent columns and `rope_dim` others. The fields `padded_*` are
+    the widths of their tiles."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -64,8 +65,8 @@ class LatentShape(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The query rows of a tile: latent [M, latent], rope [M, rope], number and position [M] of each row's query, in the
-    item and in its sequence."""
+    """The query rows of a tile: their columns `latent` [M, latent] and `rope` [M, rope], and where each row's query
+    stands in the item (`number` [M]) and in its sequence (`position` [M])."""
 
     latent: Any
     rope: Any
@@ -131,7 +132,7 @@ def _compute_item(
     TILE: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """The item at a row of the items, for one group of heads."""
+    """Computes the item at a row of the items, for one group of heads."""
     BLOCK_M: tl.constexpr = TILE.block_m
     GROUP: tl.constexpr = SHAPE.group_size
     item = load_item(row)
@@ -168,7 +169,7 @@ def portable_latent_kernel(
     BUCKETS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The items of a bucket, which merge nothing; PDL as in `decode_kernel`."""
+    """Computes the items of a bucket, which merge nothing. It uses PDL as `decode_kernel` does."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     first_item = tl.load(work.counts + BUCKETS.first)
@@ -184,14 +185,14 @@ LAYER: Final = ("operands", "modifiers")  # the arguments that differ from layer
 
 
 def operands_of(t: Tensors) -> LatentOperands:
-    """The tensors of a layer."""
+    """Returns the tensors of a layer."""
     return LatentOperands(
         q=t.q, q_rope=t.q_rope, cache=t.k_cache, out=t.out, lse=t.lse, partial=t.partial, partial_lse=t.partial_lse
     )
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the items of the launch's bucket, for layers like `t`."""
+    """Binds the launch of the items of the launch's bucket, for layers like `t`."""
     geometry, given = plan.geometry, decode.launch_arguments(plan, t, launch, options)
     rope_dim = geometry.head_dim - geometry.head_dim_v
     assert t.q_rope is not None

@@ -1,7 +1,9 @@
-"""Latent attention (MLA): what its kernels refuse, and their tiles with their prices. Triton is not imported here.
+"""The specification of the kernels of latent attention (MLA): what they refuse, and their tiles with the prices of
+these. This module does not import Triton.
 
-All query heads share a cached row, so a work item may compute them all. Where a query has more heads than a tile has
-rows, they are groups, and an item is computed once for each: to the planner and the merge a group is a KV head.
+All query heads share a cached row, so a work item may compute them all. If a query has more heads than a tile has rows,
+the heads are divided into groups, and an item is computed once for each group. The planner and the merge treat a group
+like a KV head.
 """
 
 from dataclasses import replace
@@ -44,8 +46,8 @@ _TILE: Final = GpuTile(
 
 
 def head_groups(config: AttentionConfig, tiles: tuple[GpuTile, ...]) -> int:
-    """Groups of query heads that a work item computes one by one: those of the KV heads. Of a latent cache they are as
-    few as the tiles hold."""
+    """Returns the number of groups of query heads that a work item computes one by one. Other caches have one group for
+    each KV head. A latent cache has as few groups as the tiles allow."""
     return config.num_kv_heads if config.latent_dim is None else _fewest_groups(config, tiles[-1].block_m)
 
 
@@ -55,7 +57,7 @@ def _fewest_groups(config: AttentionConfig, rows: int) -> int:
 
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the Hopper kernel does not compute a latent attention on a card; empty: it does."""
+    """Returns why the Hopper kernel does not compute a latent attention on a card. The list is empty if it does."""
     if reasons := card.why_not_hopper:
         return reasons
     if not card.model.runs_hopper_kernels:
@@ -83,7 +85,8 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
-    """Why the Hopper kernel cannot read the tensors of a layer: TMA loads the cache, 16 bytes at a time."""
+    """Returns why the Hopper kernel cannot read the tensors of a layer. The list is empty if it can. TMA loads the
+    cache 16 bytes at a time."""
     reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
     if t.k_cache.data_ptr() % _TMA_BYTES:
         reasons.append(f"k_cache begins at an address that is no multiple of {_TMA_BYTES} bytes")
@@ -94,12 +97,12 @@ def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
 
 
 def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
-    """The tile of the Hopper kernel."""
+    """Returns the tile of the Hopper kernel."""
     return (_TILE,)
 
 
 def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the portable kernel does not compute a latent attention on a card; empty: it does."""
+    """Returns why the portable kernel does not compute a latent attention on a card. The list is empty if it does."""
     if config.latent_dim is None:
         return [_READS_LATENT]
     reasons = card.why_too_old
@@ -114,8 +117,8 @@ def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def portable_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
-    """The tile of the portable kernel: the lowest that holds a group, for its rows are computed whether they are used
-    or not. A taller one would spill."""
+    """Returns the tile of the portable kernel. It is the lowest one that holds a group, because all rows are computed
+    whether they are used or not, and a taller one would spill."""
     group = config.num_qo_heads // _fewest_groups(config, _PORTABLE_ROWS)
     rows = next(rows for rows in (16, _PORTABLE_ROWS) if rows >= group)
     keys = 16 if max(config.dtype.itemsize, config.cache_dtype.itemsize) > 2 else 32
@@ -123,8 +126,8 @@ def portable_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
 
 
 def portable_tile(rows: int, keys: int) -> GpuTile:
-    """A tile of the portable kernel. Four warps would spill an output of 512 columns and more than 16 rows; 64 rows
-    spill in eight, too, where the kernel stands in for the Hopper kernel."""
+    """Returns a tile of the portable kernel. Four warps would spill an output of 512 columns and more than 16 rows. 64
+    rows spill in eight warps, too, where this kernel stands in for the Hopper kernel."""
     warps = 4 if rows == 16 else 8
     shape = replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys)
     return replace(shape, kernel=PORTABLE, blocks_at_once=1)
