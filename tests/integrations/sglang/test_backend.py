@@ -64,6 +64,18 @@ def test_a_layer_that_reads_what_another_has_stored() -> None:
     assert torch.equal(backend.forward_decode(q, 7 * k, v, layer, batch, save_kv_cache=False), stored)
 
 
+def test_layers_that_share_what_is_stored_have_each_its_own_attention() -> None:
+    shared = {"layer_id": 0}
+    runner = make_runner({}, {**shared, "sliding_window_size": 7}, {**shared, "logit_cap": 5.0})
+    backend, batch = TrunkBackend(runner), DECODES.batch(runner)
+    backend.init_forward_metadata(batch)
+    for layer in layers_of(runner):
+        assert error(backend, runner, layer, batch) < 1e-5
+    backend.init_forward_metadata(batch)
+    of_one = 2 * KV_HEADS * DIM * 4
+    assert backend.traffic.unshared == (2 * sum(DECODES.lens) + 3 * 8) * of_one, "each layer reads"
+
+
 def test_rows_after_the_tokens_of_a_step_are_zeros() -> None:
     """A prompt graph pads a step, and gives the output."""
     runner = make_runner()

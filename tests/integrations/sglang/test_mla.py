@@ -18,7 +18,7 @@ FIVE = Step([1] * 5, [130, 131, 132, 133, 134], shared=8, padding=3)
 
 
 def latent_layers(runner: Any) -> list[Any]:
-    return list(layers.attention_layers(runner).values())
+    return layers.attention_layers(runner)
 
 
 @pytest.mark.parametrize("page", [1, PAGE])

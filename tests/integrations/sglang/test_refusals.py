@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 from trunkattn.integrations import sglang as plugin
 from trunkattn.integrations.sglang import layers, versions
@@ -63,6 +64,29 @@ def test_options(option: str, value: Any, words: str) -> None:
     assert words in refused(options={option: value})
 
 
+def test_what_sglang_decides_is_refused_as_what_the_user_gives() -> None:
+    """Prompts of latent attention over several GPUs make SGLang set attn_cp_size, which the user left out."""
+    decided = {"attn_cp_size": 1, "_resolved_overrides": [("a model", {"attn_cp_size": 2})]}
+    assert "context parallelism (attn_cp_size=2)" in refused(options=decided)
+
+
+def test_every_refused_option_is_one_of_sglangs() -> None:
+    """An option of another name would be accepted without a word."""
+    names = {field.name for field in record_fields(ServerArgs)}
+    assert versions.REFUSED_OPTIONS.keys() <= names
+
+
+def test_options_that_sglang_fills_in(model: Callable[[str], Path]) -> None:
+    given = {"model_path": str(model("llama")), "attention_backend": "trunk", "device": "cpu"}
+    arguments = ServerArgs(**given, skip_tokenizer_init=True, cuda_graph_backend_prefill="full")
+    arguments.resolve_once()
+    assert arguments.served_model_name is arguments.chunked_prefill_size is arguments.cuda_graph_config is None
+    options = versions.options_in_effect(SimpleNamespace(server_args=arguments))
+    assert options.served_model_name == given["model_path"]
+    assert versions.most_prompt_tokens(options) == options.chunked_prefill_size > 0
+    assert versions.prompt_graphs(options) == "full"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -82,6 +106,7 @@ def test_models_and_devices() -> None:
     widths = SimpleNamespace(is_encoder_decoder=False, kv_lora_rank=512, qk_rope_head_dim=64)
     assert "prompts of latent attention (MLA)" in refused(use_mla_backend=True, model_config=widths)
     assert "encoder-decoder" in refused(model_config=SimpleNamespace(is_encoder_decoder=True))
+    assert "a query sees the whole prompt, which SGLang's fa3 supports" in refused(prefill_aware_swa=True)
     assert "the device xpu, only NVIDIA GPUs and CPUs" in refused(device="xpu")
     assert "speculative decoding" in refused(spec_algorithm=SimpleNamespace(is_none=lambda: False))
 

@@ -64,18 +64,18 @@ class TrunkBackend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         layers = attention_layers(runner)
         prefill, _ = versions.backends(runner)
-        check_supported(refusals(runner, layers.values(), prefill == NAME))
+        check_supported(refusals(runner, layers, prefill == NAME))
         self.device = torch.device(runner.device)
         self.page_size = runner.page_size
         self._dtype, self._kv_dtype = runner.dtype, runner.kv_cache_dtype
         self._latent = bool(runner.use_mla_backend)
         self._scaled = self._kv_dtype.itemsize == 1 and not self._latent  # latent rows are stored as they are
         self._requests = requests_of(runner)
-        self._kinds: dict[int, LayerKind] = {}  # by layer_id; a layer tells its sinks when it is called
+        self._kinds: dict[Any, LayerKind] = {}  # by layer, which tells its sinks when it is called
         self._host_attentions: dict[tuple[AttentionConfig, bool], BatchAttention] = {}
         self._step: Any = None
         self._window_slots: torch.Tensor | None = None
-        specs = Counter(layer_spec(layer, False, self._dtype, self._kv_dtype) for layer in layers.values())
+        specs = Counter(layer_spec(layer, False, self._dtype, self._kv_dtype) for layer in layers)
         self.stats = kv_read_stats(runner, {spec.sliding_window for spec in specs}, len(layers))
         work = "prompts and decoding" if prefill == NAME else f"decoding ({prefill} runs prompts)"
         for spec, count in specs.items():
@@ -203,11 +203,11 @@ class TrunkBackend(AttentionBackend):
         return out.view(len(out), -1)
 
     def _kind(self, layer: Any, sinks: bool) -> LayerKind:
-        kind = self._kinds.get(layer.layer_id)
+        kind = self._kinds.get(layer)
         if kind is None or kind.spec.sinks != sinks:
             spec = layer_spec(layer, sinks, self._dtype, self._kv_dtype)
             kind = LayerKind(spec, in_window_pool(self.token_to_kv_pool, layer.layer_id))
-            self._kinds[layer.layer_id] = kind
+            self._kinds[layer] = kind
         return kind
 
     def _store(self, layer: Any, batch: Any, new: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:

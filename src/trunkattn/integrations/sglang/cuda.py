@@ -57,7 +57,8 @@ class TrunkCudaBackend(TrunkBackend):
         self.device = torch.device("cuda", torch.cuda.current_device())
         prefill, _ = versions.backends(runner)
         self._host_planner = host_planner(batch_invariant=False) if prefill == NAME else None
-        self._most_prompt_tokens = versions.most_prompt_tokens(runner.server_args) if prefill == NAME else 0
+        options = versions.options_in_effect(runner)
+        self._most_prompt_tokens = versions.most_prompt_tokens(options) if prefill == NAME else 0
         self._most_rows = min(_ROWS, self.req_to_token_pool.size)
         self._tables: DeviceTables | None = None
         self._attentions: dict[tuple[AttentionConfig, bool, bool], BatchAttention] = {}
@@ -179,7 +180,7 @@ class TrunkCudaBackend(TrunkBackend):
         warm_up(work)
 
     def _layer_of(self, kind: LayerKind) -> int:
-        return next(layer_id for layer_id, each in self._kinds.items() if each == kind)
+        return int(next(layer.layer_id for layer, each in self._kinds.items() if each == kind))
 
     def _attention(self, kind: LayerKind, prompts: bool) -> BatchAttention:
         """Returns the attention of a kind of layer, for decodes or for prompts; makes it when first asked."""

@@ -22,14 +22,14 @@ class LayerKind(NamedTuple):
     in_window_pool: bool
 
 
-def attention_layers(runner: Any) -> dict[int, Any]:
-    """The layers that SGLang asks a back end for, by layer_id. A model with latent attention has further ones, of its
-    prompts, which have another width."""
+def attention_layers(runner: Any) -> list[Any]:
+    """The layers that SGLang asks a back end for. Those that read what another one has stored have its layer_id. A
+    model with latent attention has further ones, of its prompts, which have another width."""
     layers = [module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"]
     if runner.use_mla_backend:
         row = runner.model_config.kv_lora_rank + runner.model_config.qk_rope_head_dim
         layers = [layer for layer in layers if (layer.tp_k_head_num, layer.qk_head_dim) == (1, row)]
-    return {layer.layer_id: layer for layer in layers}
+    return layers
 
 
 def layer_spec(layer: Any, sinks: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> LayerSpec:
@@ -122,16 +122,19 @@ def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[s
         layers: the model's attention layers.
         serves_prompts: whether prompts run here too.
     """
-    found = versions.refused_options(runner.server_args)
+    options = versions.options_in_effect(runner)
+    found = versions.refused_options(options)
     if not runner.spec_algorithm.is_none() and not found:
         found.append("speculative decoding")
     if runner.use_mla_backend and serves_prompts:
         found.append(f"prompts of latent attention (MLA), only its decoding: add {versions.OTHER_PROMPTS}")
     if getattr(runner.model_config, "is_encoder_decoder", False):
         found.append("encoder-decoder models")
-    if runner.device == "cpu" and getattr(runner.server_args, "enable_torch_compile", False):
+    if getattr(runner, "prefill_aware_swa", False):
+        found.append("windows beside which a query sees the whole prompt, which SGLang's fa3 supports")
+    if runner.device == "cpu" and getattr(options, "enable_torch_compile", False):
         found.append("torch.compile on a CPU (enable_torch_compile=True)")
-    if serves_prompts and runner.device != "cpu" and versions.prompt_graphs(runner.server_args) == "full":
+    if serves_prompts and runner.device != "cpu" and versions.prompt_graphs(options) == "full":
         found.append("prompts in full CUDA graphs (cuda_graph_backend_prefill=full)")
     if found:  # the rest would only repeat it
         return found

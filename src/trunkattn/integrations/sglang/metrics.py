@@ -30,7 +30,7 @@ def kv_read_stats(runner: Any, windows: Iterable[int | None], num_layers: int) -
         num_layers: attention layers.
     """
     labels = Labels(
-        model_name=str(getattr(runner.server_args, "served_model_name", None)),
+        model_name=str(getattr(versions.options_in_effect(runner), "served_model_name", None)),
         engine=str(versions.data_rank(runner)),
         rank=str(versions.rank(runner)),
         attention="+".join("full" if window is None else f"window {window}" for window in sorted(windows, key=str)),

@@ -122,11 +122,21 @@ def no_registry(error: ImportError) -> str:
     return f"SGLang {installed()} takes no attention back end from a plug-in ({error}): install one of {_range()}"
 
 
-def refused_options(server_args: Any) -> list[str]:
+def options_in_effect(runner: Any) -> Any:
+    """The engine's options, as SGLang decided. Newer versions keep in `server_args` what the user gave, and the
+    defaults, what other options imply and what a model needs beside it."""
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolved_view
+    except ImportError:
+        return runner.server_args
+    return resolved_view(runner.server_args)
+
+
+def refused_options(options: Any) -> list[str]:
     """Unsupported options of the engine that are on."""
     found = []
     for name, (off, words) in REFUSED_OPTIONS.items():
-        value = getattr(server_args, name, None)
+        value = getattr(options, name, None)
         if value is not None and value not in off:
             found.append(f"{words} ({name}={value})")
     return found
@@ -141,15 +151,15 @@ def backends(runner: Any) -> tuple[str, str]:
     return str(prefill), str(decode)
 
 
-def most_prompt_tokens(server_args: Any) -> int:
+def most_prompt_tokens(options: Any) -> int:
     """Most query tokens of a step of prompts, but for single prompts that are longer and are not cut; 0: not known."""
-    sizes = (getattr(server_args, name, None) for name in ("chunked_prefill_size", "max_prefill_tokens"))
+    sizes = (getattr(options, name, None) for name in ("chunked_prefill_size", "max_prefill_tokens"))
     return next((int(size) for size in sizes if size is not None and size > 0), 0)
 
 
-def prompt_graphs(server_args: Any) -> str | None:
+def prompt_graphs(options: Any) -> str | None:
     """How prompts are captured in CUDA graphs: "breakable", "tc_piecewise", "full" or "disabled"."""
-    config = getattr(server_args, "cuda_graph_config", None)
+    config = getattr(options, "cuda_graph_config", None)
     return getattr(getattr(config, "prefill", None), "backend", None)
 
 
