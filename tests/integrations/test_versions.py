@@ -59,6 +59,7 @@ def engine_options(**changes: object) -> SimpleNamespace:
         "attention_config.use_non_causal": False,
         "model_config.is_mm_prefix_lm": False,
         "model_config.rswa_window": None,
+        "model_config.is_diffusion": False,
     } | changes
     sections: dict[str, dict[str, object]] = {}
     for path, value in options.items():
@@ -82,6 +83,7 @@ def test_an_option_that_a_version_lacks_is_off() -> None:
         ("attention_config.use_non_causal", True, "non-causal"),
         ("model_config.is_mm_prefix_lm", True, "both directions"),
         ("model_config.rswa_window", 128, "reference sliding-window"),
+        ("model_config.is_diffusion", True, "diffusion language models"),
     ],
 )
 def test_an_option_that_is_on_is_refused(path: str, value: object, word: str) -> None:

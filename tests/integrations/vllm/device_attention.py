@@ -45,6 +45,7 @@ class DeviceAttention(BatchAttention):
         if self.limits is None:  # only attentions with a capacity plan on the device
             self.host_planned += 1
             return super().plan(*batch, sliding_window=sliding_window, into=into)
+        assert len(batch[1]) <= self.limits.max_requests, "a GPU has no room for more"
         self.planned.append((*batch, into))
         if chunks is not None:
             _, lens, starts = batch

@@ -1,7 +1,7 @@
 """Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
 GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256), Cohere 2 (window), and with the same
-weights cohere2_pools, to whose windows SGLang gives a KV pool of their own; DeepSeek-V3 (latent attention; rows of
-512 + 64, the only ones that vLLM's own back end for CPUs takes)."""
+weights cohere2_pools, to whose windows SGLang gives a KV pool of their own; Llama 4 (chunks); DeepSeek-V3 (latent
+attention; rows of 512 + 64, the only ones that vLLM's own back end for CPUs takes)."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -49,6 +50,10 @@ def _config(name: str) -> PretrainedConfig:
     windowed = {"sliding_window": WINDOW, "layer_types": list(LAYER_TYPES)}
     if name == "llama":
         return LlamaConfig(**dense, num_key_value_heads=2, tie_word_embeddings=False)
+    if name == "llama4":
+        chunks = {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0, 1, 0], "num_key_value_heads": 2}
+        experts = {"moe_layers": [], "interleave_moe_layer_step": 5, "intermediate_size_mlp": 256}
+        return Llama4TextConfig(**dense, **chunks, **experts, tie_word_embeddings=False)
     if name == "qwen3":
         return Qwen3Config(**dense, num_key_value_heads=1, tie_word_embeddings=False)
     if name == "gemma2":
@@ -79,7 +84,8 @@ def _config(name: str) -> PretrainedConfig:
         given = {key: value for key, value in dense.items() if key != "head_dim"}
         return DeepseekV3Config(**given, **sizes, **experts, tie_word_embeddings=False)
     raise ValueError(
-        f"{name}: expected llama, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2, cohere2_pools or deepseek_v3"
+        f"{name}: expected llama, llama4, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2, cohere2_pools or "
+        "deepseek_v3"
     )
 
 

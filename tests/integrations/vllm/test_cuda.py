@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import fa_utils
 
@@ -15,7 +16,9 @@ from trunkattn import AttentionConfig
 from trunkattn.integrations import warm_up
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.common import with_regular_strides
-from trunkattn.integrations.vllm import cuda, cuda_impl
+from trunkattn.integrations.vllm import cuda, cuda_impl, versions
+from trunkattn.integrations.vllm.context_parallel import ContextRanks
+from trunkattn.reference import paged_attention
 
 from .device_attention import DeviceAttention
 from .fakes import (
@@ -221,6 +224,41 @@ def test_drafts_are_verified_by_our_kernels(gpu_engine: VllmConfig, flash_kernel
     limits = builder.attentions[layer.layer_spec].limits
     assert (limits.max_requests, limits.max_query_tokens, limits.max_query_len) == (SEQUENCES, 4 * SEQUENCES, 4)
     assert (limits.max_pages_per_request, limits.num_pages) == (WIDTH, PAGES)
+
+
+def test_drafts_of_every_request_in_two_chunks(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """vLLM makes a row of each chunk, so there are more rows than requests."""
+    gpu_engine.speculative_config = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)  # type: ignore[assignment]
+    within = create_chunked_local_attention_backend(cuda.TrunkAttentionCudaBackend, 2 * PAGE).get_builder_cls()
+    layer, plain = make_layer(), make_builder(gpu_engine, make_layer())
+    (name,), (module,) = plain.layer_names, plain.modules.values()
+    module.impl, module.attention_chunk_size = layer, 2 * PAGE
+    builder = within(plain.kv_cache_spec, [name], gpu_engine, torch.device("cpu"))
+    assert not builder.supports_draft_decode_metadata_update, "the rows of a chunk are not those that vLLM lengthens"
+    context = 2 * 2 * PAGE - 2
+    batch = make_batch([4] * SEQUENCES, [context] * SEQUENCES)
+    step = builder.build(0, batch)
+    assert (step.decodes, step.decode_tokens, step.prefill) == (2 * SEQUENCES, 4 * SEQUENCES, None)
+    query, out = torch.randn(2, 4 * SEQUENCES, HEADS, DIM).to(torch.bfloat16)
+    layer.forward(ONE, query, query, query, module.kv_cache, step, out)
+    caches = [cache.float() for cache in versions.split_cache(module.kv_cache, DIM, torch.bfloat16)]
+    for request in range(SEQUENCES):
+        for token, (first, length) in enumerate([(2, 2 * PAGE - 1), (2, 2 * PAGE), (4, 1), (4, 2)]):
+            table = batch.block_table_tensor[request : request + 1, first : first + 2].where(
+                torch.arange(2) * PAGE < length, 0
+            )
+            row, starts = 4 * request + token, torch.tensor([0, 1])
+            expected, _ = paged_attention(
+                query[row : row + 1], *caches, table, torch.tensor([length]), starts, sm_scale=SCALE
+            )
+            assert (out[row].double() - expected[0]).abs().max() < 0.02
+
+
+def test_ranks_and_chunks_are_refused_together(gpu_engine: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "context_ranks", lambda layers, config: ContextRanks(2, 0, 1))
+    monkeypatch.setattr(cuda.TrunkAttentionCudaBuilder, "attends_in_chunks", True)
+    with pytest.raises(ValueError, match="decode context parallelism with attention within chunks"):
+        make_builder(gpu_engine, make_layer())
 
 
 def test_drafting_goes_on_from_the_same_tensors(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:

@@ -176,10 +176,17 @@ def test_options_that_are_off_pass() -> None:
     make_layer(extra={"chunk_lookback": -1, "use_alibi_sqrt": False, "something_new": None, "sinks": None})
 
 
-@pytest.mark.parametrize("kind", ["MLAAttentionSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec"])
+@pytest.mark.parametrize("kind", ["MLAAttentionSpec", "SinkFullAttentionSpec", "CrossAttentionSpec"])
 def test_groups_of_other_caches_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=kind):
         metadata.LayerGroup._check_group(type(kind, (), {})(), {})
+
+
+def test_layers_that_see_a_prompt_in_both_directions_are_refused() -> None:
+    """vLLM would say so of the first step, long after the start."""
+    spec = type("FullAttentionSpec", (), {"non_causal": True})()
+    with pytest.raises(ValueError, match="attention in both directions over prompts"):
+        metadata.LayerGroup._check_group(spec, {})
 
 
 def test_values_of_another_width_are_refused() -> None:

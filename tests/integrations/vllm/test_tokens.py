@@ -77,6 +77,19 @@ def test_windows_and_full_layers_in_one_group(
     assert_equal(run, stock(name))
 
 
+@pytest.mark.parametrize("one_group", [False, True])
+def test_attention_within_chunks(one_group: bool, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    """Every other layer sees the whole request. vLLM 0.33 puts both into one group unless told otherwise."""
+    expected = stock("llama4", **CHUNKED)
+    assert_has_power(expected)
+    folder, options = model("llama4"), {**CHUNKED, "disable_hybrid_kv_cache_manager": one_group}
+    run = generate(folder, block_size=16, attention_backend="CUSTOM", **options)
+    assert run.backends == {"TrunkAttentionBackend", "ChunkedLocalAttention_64_TrunkAttentionBackend"}
+    assert run.specs == {"FullAttentionSpec"} | (set() if one_group else {"ChunkedLocalAttentionSpec"})
+    assert_equal(run, expected)
+    assert run.kv_bytes_saved > 0
+
+
 def test_a_compiled_model(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
     assert_equal(ours(model("llama"), 16, enforce_eager=False), stock("llama"))
 

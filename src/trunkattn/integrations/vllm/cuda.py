@@ -31,6 +31,7 @@ from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
+from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 from trunkattn.integrations.vllm.own_prompts import OwnPrompts
 from trunkattn.integrations.warm_up import run_zeros, warm_up
@@ -119,8 +120,11 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         self._ranks = context_ranks(self.modules.values(), vllm_config)
         self._nothing_local: torch.Tensor | None = None
         self._local_lens: torch.Tensor | None = None
-        # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device.
-        self.supports_draft_decode_metadata_update = self._ranks is None
+        if self._ranks is not None and self.attends_in_chunks:
+            check_supported(["decode context parallelism with attention within chunks"])
+        # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device. Rows of
+        # chunks are new tensors in each step.
+        self.supports_draft_decode_metadata_update = self._ranks is None and not self.attends_in_chunks
         # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
         # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
         # discards.
@@ -208,6 +212,8 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
         rows = int(self.vllm_config.scheduler_config.max_num_seqs)
+        if self.attends_in_chunks:  # the tokens of a request that decodes may lie in two chunks
+            rows *= 2
         capacity = Capacity(
             max_requests=rows,
             max_query_tokens=rows * self._decode_query_len,

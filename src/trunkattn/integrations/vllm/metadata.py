@@ -53,11 +53,18 @@ class LayerGroup:
         problems = []
         if kind not in cls.supported_specs:
             problems = [f"a KV cache of kind {kind}, only {', '.join(sorted(cls.supported_specs))}"]
+        if getattr(kv_cache_spec, "non_causal", False):
+            problems.append("attention in both directions over prompts, which layers of this model have")
         for name, layer in layers.items():
             width = getattr(layer, "head_size_v", layer.impl.head_size)
             if width != layer.impl.head_size:
                 problems = [f"values of another width than keys ({width} and {layer.impl.head_size} in {name})"]
         check_supported(problems, cls.backend_name())
+
+    @property
+    def attends_in_chunks(self) -> bool:
+        """Whether vLLM cuts requests into chunks of tokens that do not see each other, and plans each as a row."""
+        return any(getattr(layer, "attention_chunk_size", None) for layer in self.modules.values())
 
     @property
     def traffic(self) -> Traffic:

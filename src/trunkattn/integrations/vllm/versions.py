@@ -32,8 +32,9 @@ CPU_BACKENDS: Final = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 LATENT_KIND: Final = "mla_attention"
 
 # Kinds of KV cache of an attention group, by the exact class name, because subclasses change what is stored. The
-# unsupported ones vary: RSWASpec and ChunkedLocalAttentionSpec are in 0.27, CircularBufferSpec is from 0.32 on.
-SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+# unsupported ones vary: RSWASpec is in 0.27, CircularBufferSpec is from 0.32 on. For layers that attend within chunks
+# of a request vLLM makes a row of each chunk, so that a builder plans them as any other.
+SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"})
 LATENT_SPECS: Final = frozenset({"MLAAttentionSpec"})
 
 # kv_cache_dtype -> dtype; "auto" is the model's. vLLM allocates fp8 caches as bytes.
@@ -67,6 +68,7 @@ REFUSED_OPTIONS: Final = (
     ("attention_config.use_non_causal", False, "non-causal attention"),
     ("model_config.is_mm_prefix_lm", False, "attention in both directions over image tokens"),
     ("model_config.rswa_window", None, "reference sliding-window attention"),
+    ("model_config.is_diffusion", False, "diffusion language models"),
 )
 
 # Further options that are refused on a CPU.
