@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from trunkattn.integrations.sglang.backend import TrunkBackend
 
-from .fakes import DIM, HEADS, KV_HEADS, PAGE, Step, error, make_runner
+from .fakes import CONTEXT, DIM, HEADS, KV_HEADS, PAGE, Step, error, make_runner
 
 DECODES = Step([1, 1, 1], [40, 57, 33])
 PROMPTS = Step([9, 24, 1], [41, 24 + 32, 33])
@@ -74,6 +75,24 @@ def test_layers_that_share_what_is_stored_have_each_its_own_attention() -> None:
     backend.init_forward_metadata(batch)
     of_one = 2 * KV_HEADS * DIM * 4
     assert backend.traffic.unshared == (2 * sum(DECODES.lens) + 3 * 8) * of_one, "each layer reads"
+
+
+def test_a_rank_without_requests_computes_nothing() -> None:
+    """SGLang makes up a prompt for it, so that all ranks run the same graph. It may be longer than the context."""
+    runner = make_runner()
+    (layer,) = layers_of(runner)
+    backend, tokens = TrunkBackend(runner), CONTEXT + 1
+    batch = Step([1], [1], prompts=True).batch(runner)
+    batch.seq_lens = batch.seq_lens_cpu = batch.extend_seq_lens = torch.tensor([tokens])
+    batch.extend_seq_lens_cpu, batch._original_forward_mode = [tokens], ForwardMode.IDLE
+    batch.out_cache_loc = torch.zeros(tokens, dtype=torch.int64)
+    stored = runner.token_to_kv_pool.get_key_buffer(0).clone()
+    backend.init_forward_metadata(batch)
+    q, k, v = torch.randn(tokens, HEADS * DIM), *torch.randn(2, tokens, KV_HEADS, DIM)
+    out = backend.forward_extend(q, k, v, layer, batch)
+    assert out.shape == (tokens, HEADS * DIM) and not out.any()
+    assert torch.equal(runner.token_to_kv_pool.get_key_buffer(0), stored)
+    assert backend.traffic.steps == 0
 
 
 def test_rows_after_the_tokens_of_a_step_are_zeros() -> None:

@@ -53,6 +53,16 @@ def test_graphs_with_padding(card: None, page: int, hybrid: bool) -> None:
     assert attention.limits.num_pages == len(runner.token_to_kv_pool.get_key_buffer(0)) // page
 
 
+def test_a_rank_without_requests_plans_nothing(card: None) -> None:
+    runner = make_runner()
+    backend = make_backend(runner)
+    batch = Step([24], [24]).batch(runner)
+    batch._original_forward_mode = ForwardMode.IDLE
+    backend.init_forward_metadata(batch)
+    out = backend.forward_extend(torch.randn(24, HEADS * DIM), None, None, next(iter(runner.model)), batch)
+    assert not out.any() and not backend._attentions
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_prompts_between_graphs(card: None, hybrid: bool) -> None:
     runner = make_runner(*LAYERS, hybrid=hybrid)

@@ -110,7 +110,7 @@ class TrunkBackend(AttentionBackend):
 
     def _host_step(self, batch: Any) -> HostStep | None:
         """Returns the step that the host plans; None if there is nothing to compute."""
-        if batch.forward_mode.is_idle() or not len(batch.seq_lens):
+        if is_idle(batch) or not len(batch.seq_lens):
             return None
         on_host = getattr(batch, "seq_lens_cpu", None)
         longest = int((batch.seq_lens if on_host is None else on_host).max())
@@ -184,6 +184,8 @@ class TrunkBackend(AttentionBackend):
     ) -> torch.Tensor:
         sinks = options.pop("sinks", None)
         check_supported([f"the layer option {name}" for name, value in options.items() if value is not None])
+        if is_idle(batch):
+            return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         kind = self._kind(layer, sinks is not None)
         if save and new[0] is not None:
             self._store(layer, batch, new)
@@ -235,6 +237,13 @@ class TrunkBackend(AttentionBackend):
             plan = attention.plan(table, step.seq_lens, step.query_start_loc, sliding_window=window)
             step.plans[kind] = (attention, plan)
         return step.plans[kind]
+
+
+def is_idle(batch: Any) -> bool:
+    """Whether a step has no request. With data-parallel attention SGLang may then make up a prompt, perhaps longer than
+    any request may be, so that all ranks run the same graph."""
+    before = getattr(batch, "_original_forward_mode", None)
+    return batch.forward_mode.is_idle() or (before is not None and before.is_idle())
 
 
 def _scale(layer: Any, name: str) -> Any:

@@ -19,7 +19,7 @@ from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChu
 from trunkattn.integrations.common import DeviceTraffic, count_arrivals
 from trunkattn.integrations.prompt_plans import PromptRoom, one_prompt, room_for
 from trunkattn.integrations.sglang import versions
-from trunkattn.integrations.sglang.backend import TrunkBackend
+from trunkattn.integrations.sglang.backend import TrunkBackend, is_idle
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.layers import LayerKind, check_supported
 from trunkattn.integrations.sglang.name import NAME, logger
@@ -95,7 +95,8 @@ class TrunkCudaBackend(TrunkBackend):
         if mode.is_decode():
             return DeviceStep(rows, 0, "decode") if 0 < rows <= self._most_rows else None
         lens, queries = (getattr(batch, name, None) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
-        if not self._most_prompt_tokens or not mode.is_extend() or mode.is_mixed() or lens is None or queries is None:
+        is_prompts = mode.is_extend() and not mode.is_mixed() and not is_idle(batch)
+        if not self._most_prompt_tokens or not is_prompts or lens is None or queries is None:
             return None
         query_lens = torch.as_tensor(queries, dtype=torch.int64, device="cpu")
         if rows != len(query_lens) or rows > self._most_rows:
