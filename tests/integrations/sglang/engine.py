@@ -73,6 +73,7 @@ def counters(folder: str) -> tuple[Counter[str], int]:
     for metric in registry.collect():
         for sample in metric.samples:
             if sample.name == "trunkattn_steps_total":
+                assert Path(sample.labels["model_name"]).is_dir(), "SGLang names a model by its folder"
                 steps[sample.labels["path"]] += int(sample.value)
             elif sample.name == "trunkattn_kv_bytes_saved_total":
                 saved += int(sample.value)
