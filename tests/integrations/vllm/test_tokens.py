@@ -79,7 +79,7 @@ def test_windows_and_full_layers_in_one_group(
 
 @pytest.mark.parametrize("one_group", [False, True])
 def test_attention_within_chunks(one_group: bool, model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
-    """Every other layer sees the whole request. vLLM puts both kinds into one group for an EAGLE or if it is told to."""
+    """Every other layer sees the whole request. vLLM puts both kinds into one group for an EAGLE, or if told to."""
     expected = stock("llama4", **CHUNKED)
     assert_has_power(expected)
     folder, options = model("llama4"), {**CHUNKED, "disable_hybrid_kv_cache_manager": one_group}
