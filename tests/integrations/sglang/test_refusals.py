@@ -10,6 +10,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration as Gemma3
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 from trunkattn.integrations import sglang as plugin
@@ -109,6 +110,15 @@ def test_models_and_devices() -> None:
     assert "a query sees the whole prompt, which SGLang's fa3 supports" in refused(prefill_aware_swa=True)
     assert "the device xpu, only NVIDIA GPUs and CPUs" in refused(device="xpu")
     assert "speculative decoding" in refused(spec_algorithm=SimpleNamespace(is_none=lambda: False))
+
+
+def test_images_that_are_seen_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3, whose images are off unless enable_multimodal is set."""
+    monkeypatch.setattr(torch.nn.ModuleList, "prepare_attn_masks", Gemma3.prepare_attn_masks, raising=False)
+    config = SimpleNamespace(is_encoder_decoder=False, is_multimodal=False)
+    choose(make_runner(model_config=config))
+    config.is_multimodal = True
+    assert "image tokens that see each other in both directions" in refused(model_config=config)
 
 
 def test_kv_caches() -> None:
