@@ -132,7 +132,7 @@ def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[s
         found.append("encoder-decoder models")
     # Such a model prepares the mask of a step for SGLang's triton, and for any other goes on without one.
     if hasattr(runner.model, "prepare_attn_masks") and getattr(runner.model_config, "is_multimodal", False):
-        found.append("image tokens that see each other in both directions, which SGLang's triton alone supports")
+        found.append("image tokens that see each other in both directions, which only SGLang's triton supports")
     if getattr(runner, "prefill_aware_swa", False):
         found.append("windows beside which a query sees the whole prompt, which SGLang's fa3 supports")
     if runner.device == "cpu" and getattr(options, "enable_torch_compile", False):
