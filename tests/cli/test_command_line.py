@@ -17,7 +17,7 @@ import trunkattn
 from trunkattn.attention import AttentionConfig
 from trunkattn.cli.app import app
 from trunkattn.cli.command import reported_by_option
-from trunkattn.cli.options import ServeOptions, size
+from trunkattn.cli.options import STEP_SECONDS, ServeOptions, size
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model
@@ -143,6 +143,15 @@ def test_a_name_on_hugging_face_is_told_how_to_become_a_folder() -> None:
         LLM("owner/model")
     with pytest.raises(ValueError, match=r"no such file or folder; expected a local"):
         LLM("folder/model.gguf")
+
+
+def test_a_server_bounds_the_time_of_its_steps(tiny_folder: Path) -> None:
+    assert ServeOptions(tiny_folder).max_step_seconds == STEP_SECONDS
+    assert ServeOptions(tiny_folder, scheduler_policy="hybrid").max_step_seconds == STEP_SECONDS
+    assert ServeOptions(tiny_folder, max_step_seconds=2).max_step_seconds == 2
+    assert ServeOptions(tiny_folder, scheduler_policy="prefill_first").max_step_seconds is None
+    with pytest.raises(ValueError, match=r"max_step_seconds=0.5: expected None with scheduler_policy='prefill_first'"):
+        ServeOptions(tiny_folder, scheduler_policy="prefill_first", max_step_seconds=0.5)
 
 
 def test_auto_takes_a_gpu_that_computes_attention(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

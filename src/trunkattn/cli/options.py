@@ -25,9 +25,7 @@ UNITS: Final = MappingProxyType(
     | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 )
 MOST_THREADS = 4096
-STEP_SECONDS: Final = (
-    0.25  # of a server's step: with what a step waits for, a stream pauses for less than half a second
-)
+STEP_SECONDS: Final = 0.25  # of a server's step; with what else it waits for, a stream pauses for less than twice that
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
 
@@ -432,8 +430,6 @@ class ServeOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            self.max_step_seconds is None
-            and check_scheduler_policy("scheduler_policy", self.scheduler_policy) == "chunked_prefill"
-        ):
+        policy = check_scheduler_policy("scheduler_policy", self.scheduler_policy)
+        if self.max_step_seconds is None and policy == "chunked_prefill":
             object.__setattr__(self, "max_step_seconds", STEP_SECONDS)
