@@ -228,8 +228,9 @@ def test_masks_that_are_not_there_are_refused() -> None:
         mask(1, 4, 4, use_vmap=True)
     with pytest.raises(ValueError, match="lets a token see a later one"):
         mask(1, 4, 4, mask_function=lambda b, h, q, k: (q - k) < 2, allow_is_causal_skip=False)
-    with pytest.raises(ValueError, match="has padding, and 1 queries meet 4 keys"):
-        mask(1, 1, 4, attention_mask=torch.tensor([[False, True, True, True]]))
+    both_ways = {"allow_is_bidirectional_skip": True, "local_size": 2}
+    with pytest.raises(ValueError, match="has padding, and 1 queries meet 4 keys within a window to both sides"):
+        mask(1, 1, 4, attention_mask=torch.tensor([[False, True, True, True]]), **both_ways)
 
 
 KEPT = torch.ones(2, 17, dtype=torch.long)
@@ -369,6 +370,27 @@ def test_caches_that_grow_and_caches_that_do_not(name: str) -> None:
                 logits(model, transformers.DynamicCache(config=model.config), masked) for model in (theirs, ours)
             )
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padded_prompts_go_on_from_a_cache(name: str, compiled: bool) -> None:
+    """As `generate` pads a batch: on the left, one row by more than the first piece; then beyond a window."""
+    theirs, ours = both(name, {"Llama": SMALL, "Mistral": WINDOW, "GptOss": MODELS["GptOss"]}[name])
+    kept = KEPT.clone()
+    kept[0, :3], kept[1, :6] = 0, 0
+
+    def logits(model: nn.Module, forward: Any) -> torch.Tensor:
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for start, end in ((0, 4), (4, 9), (9, 10), (10, 11), (11, 17)):
+            positions = (kept[:, :end].cumsum(1) - 1).clamp(min=0)[:, start:]
+            batch = {"attention_mask": kept[:, :end], "position_ids": positions, "past_key_values": cache}
+            found.append(forward(TOKENS[:, start:end], **batch).logits)
+        return torch.cat(found, 1)[kept.bool()]
+
+    with torch.no_grad():
+        forward = torch.compile(ours, backend="aot_eager", dynamic=True) if compiled else ours
+        torch.testing.assert_close(logits(ours, forward), logits(theirs, theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_packed_sequences_of_a_model_with_chunks() -> None:

@@ -75,8 +75,9 @@ def attend(
     if attention_mask is None:
         return _one(flash_attention(q, k, v, causal, **given)), None
     kept = attention_mask.bool()
-    # without these, all may ask: the queries may be another text's, as in an encoder and its decoder
-    asked = kept if causal or given["sliding_window"] else kept.new_ones(q.shape[:2])
+    # the queries are the last keys' tokens; without these, they may be another text's, as in an encoder and its decoder
+    own = causal or given["sliding_window"]
+    asked = kept[:, kept.shape[1] - q.shape[1] :] if own else kept.new_ones(q.shape[:2])
     given |= {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
     found = _one(flash_attention(q[asked], k[kept], v[kept], causal, **given))
     out = found.new_zeros(*q.shape[:3], v.shape[-1])

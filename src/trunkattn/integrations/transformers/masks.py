@@ -47,10 +47,10 @@ def mask(
         _check_last(options.get("q_offset"), q_length, kv_offset + kv_length)
     kept = _kept(attention_mask, kv_offset, kv_length)
     local = local_size is not None and local_size < kv_offset + kv_length
-    if kept is not None and q_length != kv_length and (local or not both_ways):
+    if kept is not None and q_length != kv_length and local and both_ways:
         raise ValueError(
-            f"attention_mask has padding, and {q_length} queries meet {kv_length} keys: "
-            f"attn_implementation={NAME!r} takes padding in training only; generate with another one"
+            f"attention_mask has padding, and {q_length} queries meet {kv_length} keys within a window to both sides: "
+            f"attn_implementation={NAME!r} takes a query for each key there; use 'eager'"
         )
     if kept is not None and local:
         _check_holes(kept)
