@@ -23,6 +23,7 @@ FLOORS = MappingProxyType(
         "numerics": 0,
         "reference": 0,
         "validate": 0,
+        "derivatives": 0,
         "config": 1,
         "inputs": 2,
         "planner": 2,

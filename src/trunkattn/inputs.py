@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
-from trunkattn.validate import check_apart, check_dense, check_int, check_memory, check_plain, written
+from trunkattn.derivatives import check_none
+from trunkattn.validate import check_apart, check_dense, check_disjoint, check_int, check_memory, check_plain, written
 
 Int32Array = NDArray[np.int32]
 Scale = float | torch.Tensor | None
@@ -295,6 +296,10 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_scale(name, getattr(inputs, name), heads, device)
     _check_product(config, inputs, device)
+    if out is not None and not torch.compiler.is_compiling():
+        read = inputs._replace(out=None)
+        given = zip(read._fields, read, strict=True)
+        check_disjoint("out", out, [(name, each) for name, each in given if isinstance(each, torch.Tensor)])
 
 
 def _tensor(
@@ -310,10 +315,7 @@ def _tensor(
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires grad: expected no gradient, for this attention has no backward pass; use torch.no_grad()"
-        )
+    check_none(name, tensor, "this attention has no derivatives; use torch.no_grad() and plain tensors")
     given, wanted_shape = (tensor.shape[1:], shape[1:]) if shape and shape[0] is None else (tensor.shape, shape)
     if tensor.dim() != len(shape) or given != wanted_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)

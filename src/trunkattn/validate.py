@@ -1,6 +1,8 @@
 """Checks of single values that every part of the library shares."""
 
+from collections.abc import Iterable
 from numbers import Integral, Real
+from types import SimpleNamespace
 from typing import Any, Final
 
 # The positive normal numbers of float32, up to a power of two whose product with log2(e) is still one of them, because
@@ -87,6 +89,37 @@ def check_apart(name: str, tensor: Any) -> None:
                 f"{name} has strides {tensor.stride()}: expected no two elements in one place; use {name}.contiguous()"
             )
         extent += (size - 1) * stride
+
+
+def check_disjoint(name: str, tensor: Any, others: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError if a tensor that is written to has an element where one of others, named, has one."""
+    begin = tensor.data_ptr()
+    end = begin + _extent(tensor)
+    for other_name, other in others:
+        first = other.data_ptr()
+        if first < end and begin < first + _extent(other) and _share_memory(tensor, other):
+            raise ValueError(f"{name} lies in the memory of {other_name}: expected memory of its own")
+
+
+def _extent(tensor: Any) -> int:
+    """Bytes from the first element of a tensor to the end of its last one; strides are never negative."""
+    if tensor.is_contiguous():  # nearly every call; also of no elements
+        return int(tensor.numel() * tensor.itemsize)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)
+
+
+def _share_memory(tensor: Any, other: Any) -> bool:
+    """Whether tensors whose extents overlap share an element. Those that interleave, such as columns of one buffer,
+    share none. NumPy solves the equation of their strides and reads no memory, so tensors may lie on a GPU."""
+    import numpy as np  # rarely asked for
+
+    arrays = []
+    for each in (tensor, other):
+        strides = tuple(stride * each.itemsize for stride in each.stride())
+        interface = {"shape": tuple(each.shape), "strides": strides, "typestr": f"|V{each.itemsize}", "version": 3}
+        arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface | {"data": (each.data_ptr(), True)})))
+    return np.shares_memory(arrays[0], arrays[1])
 
 
 def check_plain(name: str, tensor: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 
@@ -314,6 +315,54 @@ def test_a_view_that_torch_negates_when_it_reads_it_is_named(name: str) -> None:
         if name != "q":
             resolved[name] = resolved[name].contiguous()
         assert torch.equal(attention.run(plan, **resolved), attention.run(plan, **RUN))
+
+
+def beside(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A tensor in a larger buffer, an output in the same buffer that is apart, and one that takes a number of it."""
+    if tensor.dim() == 1:
+        buffer = torch.zeros(200)
+        view, apart, across = buffer[: len(tensor)], buffer[len(tensor) :], buffer[len(tensor) - 1 :]
+        apart, across = (each[:192].view(Q.shape) for each in (apart, across))
+    else:
+        buffer = torch.zeros(*tensor.shape[:-1], 32)  # each row of the output is between two rows of the tensor
+        rows = buffer.view(len(buffer), -1, 32)[:3, :4]
+        view, apart, across = buffer[..., :16], rows[..., 16:], rows[..., 15:31]
+    return view.copy_(tensor), apart, across
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k_scale", "sinks"])
+def test_an_out_in_memory_that_is_read_is_refused(name: str) -> None:
+    attention = BatchAttention(replace(GOOD, sinks=True), "cpu")
+    plan = attention.plan(**STEP)
+    given = {**RUN, "v_cache": CACHE + 1, "sinks": torch.rand(4), "k_scale": torch.rand(2)}
+    expected = attention.run(plan, **given)
+    given[name], apart, across = beside(given[name])
+    assert torch.equal(attention.run(plan, **given, out=apart), expected)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"out lies in the memory of {name}: expected memory of its own"):
+        attention.run(plan, **given, out=across)
+    assert torch.equal(attention.run(plan, **given, out=apart), expected)  # type: ignore[arg-type]
+
+
+def test_an_out_in_a_latent_cache_is_refused() -> None:
+    config = AttentionConfig(1, 1, 24, 4, torch.float32, latent_dim=16, sm_scale=0.2)
+    attention, cache = BatchAttention(config, "cpu"), torch.zeros(NUM_PAGES, 4, 24)
+    q, out = torch.zeros(3, 1, 24), cache.view(-1, 1, 24)[:3, :, 8:]
+    with pytest.raises(ValueError, match="out lies in the memory of k_cache"):
+        attention.run(attention.plan(**STEP), q, cache, out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out", "v_scale"])
+def test_tangents_of_forward_mode_are_refused(name: str) -> None:
+    """They would be lost: the output has none. Under no_grad, too, where torch has them."""
+    attention = BatchAttention(GOOD, "cpu")
+    plan = attention.plan(**STEP)
+    given = {**RUN, "out": torch.empty_like(Q), "v_scale": torch.ones(2)}
+    with torch.no_grad(), forward_ad.dual_level():
+        expected = attention.run(plan, **given).clone()  # type: ignore[union-attr]
+        dual = forward_ad.make_dual(given[name].clone(), torch.ones_like(given[name]))
+        with pytest.raises(ValueError, match=f"{name} is a dual tensor of forward-mode differentiation: expected no"):
+            attention.run(plan, **(given | {name: dual}))
+        assert torch.equal(attention.run(plan, **given), expected)  # type: ignore[arg-type]
 
 
 def one_of_a_batch(function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from trunkattn import write_kv, write_latent
 from trunkattn.dtypes import KV_KINDS
@@ -123,6 +124,10 @@ SLOTS = torch.tensor([0, -1, 23])
             r"v_cache has shape \(5, 4, 2, 5\): expected the num_pages and page_size of k_cache",
         ),
         ({"v_cache": V_CACHE.view(12, 2, 2, 5)}, ValueError, r"v_cache has shape \(12, 2, 2, 5\)"),
+        ({"k": K_CACHE.view(-1, 2, 8)[:3]}, ValueError, "k_cache lies in the memory of k: expected memory of its own"),
+        ({"v": K_CACHE.view(-1, 2, 8)[:3, :, 3:]}, ValueError, "k_cache lies in the memory of v"),
+        ({"slot_mapping": V_CACHE.view(-1)[:6].view(torch.int64)}, ValueError, "v_cache lies in the memory of slot_"),
+        ({"v": K, "v_cache": K_CACHE}, ValueError, "v_cache lies in the memory of k_cache"),
         ({"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, r"v_cache has .*strides .*: expected .*last contiguous"),
     ],
 )
@@ -135,6 +140,15 @@ def test_bad_input_is_named_and_nothing_is_written(
     # and nothing was written
     assert torch.equal(K_CACHE, torch.ones_like(K_CACHE))
     assert torch.equal(V_CACHE, torch.ones_like(V_CACHE))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "k_cache", "v_cache"])
+def test_tangents_of_forward_mode_are_refused(name: str) -> None:
+    arguments = {"k": K, "v": V, "k_cache": K_CACHE, "v_cache": V_CACHE, "slot_mapping": SLOTS}
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(arguments[name].clone(), torch.ones_like(arguments[name]))
+        with pytest.raises(ValueError, match=f"{name} is a dual tensor of forward-mode differentiation: expected no"):
+            write_kv(**(arguments | {name: dual}))
 
 
 def test_a_model_with_gradients_may_write_without_recording_them() -> None:

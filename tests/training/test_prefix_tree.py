@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
@@ -215,6 +216,11 @@ def segments(*parents: int, **options: Any) -> PrefixTree:
     return PrefixTree.from_segments(parents, [2] * len(parents), **options)
 
 
+def pack_of_a_tangent() -> None:
+    with forward_ad.dual_level():
+        segments(-1).pack([forward_ad.make_dual(torch.ones(2), torch.ones(2))])
+
+
 BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
     ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
@@ -251,6 +257,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         "weights[0] requires grad: expected no gradient, for packing records none",
         lambda: segments(-1).pack([torch.ones(2, requires_grad=True)]),
     ),
+    ("weights[0] is a dual tensor of forward-mode differentiation: expected no tangent, for", pack_of_a_tangent),
     ("weights is a float: expected a list of tensors", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
     ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
     ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),

@@ -6,9 +6,10 @@ import torch
 
 from trunkattn.compiled import njit
 from trunkattn.cpu.parallel import flat
+from trunkattn.derivatives import check_none
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
-from trunkattn.validate import check_apart, check_dense, check_memory, check_plain
+from trunkattn.validate import check_apart, check_dense, check_disjoint, check_memory, check_plain
 
 
 def write_kv(
@@ -27,8 +28,9 @@ def write_kv(
         slot_mapping: [num_tokens] int64.
 
     Raises:
-        ValueError: a shape, stride or device does not fit, a tensor requires a gradient where torch records them or, on
-            a CPU, a slot lies outside the cache. Nothing is written then.
+        ValueError: a shape, stride or device does not fit, new values lie in a cache or both caches in one place, a
+            tensor requires a gradient where torch records them or has a tangent or, on a CPU, a slot lies outside the
+            cache. Nothing is written then.
         TypeError: an argument is not a tensor, or has a dtype that is not accepted.
 
     Example:
@@ -140,10 +142,7 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires grad: expected no gradient, for none passes through a cache; use torch.no_grad()"
-            )
+        check_none(name, tensor, "none passes through a cache; use torch.no_grad() and plain tensors")
         check_plain(name, tensor)
     for new in (first, second):
         _check(new, len(slot_mapping))
@@ -152,9 +151,15 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
             f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
             f"{first.cache_name}, {tuple(first.cache.shape[:2])}"
         )
+    if torch.compiler.is_compiling():
+        return
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
-        if not torch.compiler.is_compiling():
-            check_memory(name, tensor)
+        check_memory(name, tensor)
+    read = [(first.name, first.tensor), (second.name, second.tensor), ("slot_mapping", slot_mapping)]
+    for new in (first, second):
+        check_disjoint(new.cache_name, new.cache, read)
+    if first.cache.data_ptr() == second.cache.data_ptr() and first.cache.numel():  # they often interleave
+        raise ValueError(f"{second.cache_name} lies in the memory of {first.cache_name}: expected memory of its own")
 
 
 def _check(new: _New, num_tokens: int) -> None:

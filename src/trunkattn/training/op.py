@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 from torch import library
-from torch.autograd import forward_ad
 
+from trunkattn.derivatives import are_recorded
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, all_that_compute, choose, portable_kernel
 from trunkattn.planner.work_list import UNLIMITED
@@ -201,12 +201,6 @@ def _below_autograd(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         return op(*given)
 
 
-def _differentiates() -> bool:
-    """Whether derivatives may be asked for. Forward-mode ones are under no_grad, too, and autograd's functions refuse
-    them; below autograd they would be lost."""
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0
-
-
 class _Attention(torch.autograd.Function):
     """`attention` with its gradients."""
 
@@ -246,13 +240,13 @@ class _Gradients(torch.autograd.Function):
 
 @library.impl("trunkattn::flash_attention", "Autograd")
 def _(*given: Any) -> Pair:
-    found: Pair = _Attention.apply(*given) if _differentiates() else _below_autograd(attention, given)
+    found: Pair = _Attention.apply(*given) if are_recorded() else _below_autograd(attention, given)
     return found
 
 
 @library.impl("trunkattn::flash_attention_backward", "Autograd")
 def _(*given: Any) -> Any:
-    return _Gradients.apply(*given) if _differentiates() else _below_autograd(_backward, given)
+    return _Gradients.apply(*given) if are_recorded() else _below_autograd(_backward, given)
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from trunkattn.derivatives import check_none
 from trunkattn.training.sequences import TreeTables, table_length
 from trunkattn.training.token_trie import (
     Segments,
@@ -321,11 +322,7 @@ def _check_values(name: str, value: Any) -> None:
     check_dense(name, value)
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires grad: expected no gradient, for packing records none; use {name}.detach(), or weigh the "
-            "losses that unpack returns"
-        )
+    check_none(name, value, "packing records none; weigh the losses that unpack returns")
 
 
 def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
