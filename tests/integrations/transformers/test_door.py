@@ -15,22 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 from trunkattn.integrations.transformers import attend, mask, register  # noqa: E402
 
+from .door_cases import CHUNKS, ENDS, HOLES, IN_CHUNKS, MODELS, PACKED, SMALL, TOKENS, WINDOW, both  # noqa: E402
+
 pytestmark = pytest.mark.slow
-SMALL = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "max_position_embeddings": 128,
-}  # fmt: skip
-GEMMA = SMALL | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama": SMALL,
-    "Qwen3": SMALL,
-    "Mistral": SMALL | {"sliding_window": 6},
-    "Gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
-    "Gemma3Text": GEMMA,
-    "GptOss": GEMMA | {"num_local_experts": 2, "num_experts_per_tok": 2},
-}
-TOKENS = torch.randint(1, 50, (2, 17), generator=torch.Generator().manual_seed(0))
-PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 0, 1]])
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -117,17 +104,6 @@ def test_a_tree_equals_repeated_sequences(pair: tuple[nn.Module, nn.Module]) -> 
     if len({len(each) for each in repeated}) == 1:  # an expert that one sequence leaves out has no gradient there
         expected = [torch.stack(parts).sum(0) for parts in zip(*repeated, strict=True)]
         assert_same(gradients(pair[1], summed, **batch), expected)
-
-
-def test_generation_continues_a_cache() -> None:
-    register()
-    config = transformers.LlamaConfig(**SMALL)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones(1, 17, dtype=torch.long)}
-    expected = model.generate(TOKENS[:1], **options)
-    model.set_attn_implementation("trunkattn")
-    assert torch.equal(model.generate(TOKENS[:1], **options), expected)
 
 
 def test_checkpointing_and_compilation() -> None:
@@ -233,27 +209,7 @@ def test_masks_that_are_not_there_are_refused() -> None:
         mask(1, 1, 4, attention_mask=torch.tensor([[False, True, True, True]]), **both_ways)
 
 
-KEPT = torch.ones(2, 17, dtype=torch.long)
-ENDS, HOLES = KEPT.clone(), KEPT.clone()
-ENDS[0, 12:], HOLES[0, 4:7] = 0, 0
-WINDOW = SMALL | {"sliding_window": 5}
-CHUNKS = SMALL | {
-    "attention_chunk_size": 5, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": [],
-    "layer_types": ["chunked_attention", "full_attention"],
-}  # fmt: skip
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-
-
-def both(name: str, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    """A causal model with eager attention, and the same with ours."""
-    register()
-    config = getattr(transformers, f"{name}Config")(**options)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    other = copy.deepcopy(model)
-    other.set_attn_implementation("trunkattn")
-    return model, other
 
 
 TREE = {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17]), "position_ids": torch.arange(17)[None]}
@@ -266,9 +222,7 @@ BART = {"vocab_size": 50, "d_model": 32, "is_decoder": True} | {
     f"decoder_{part}": number for part, number in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 4))
 }
 V4 = SMALL | {"q_lora_rank": 8, "o_lora_rank": 8, "moe_intermediate_size": 8, "n_routed_experts": 2, "index_n_heads": 2}
-STATIC = "the cache has room for keys behind the last query"
 CHUNKS_AND_PACKED = [0, 5, 10], [0, 4, 10], [0, 4, 5, 10]
-IN_CHUNKS = "the model attends in chunks, and "
 ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("attention_mask hides tokens between others", "Mistral", WINDOW, {"attention_mask": HOLES}),
     ("attention_mask hides tokens between others", "Llama4Text", CHUNKS, {"attention_mask": HOLES}),
@@ -310,6 +264,30 @@ def test_what_a_models_masks_say_and_attention_does_not_is_refused(
         model(**({"input_ids": TOKENS, "use_cache": False} | batch))
 
 
+BRANCHES = torch.tensor([[*range(9), *range(4, 12)]])
+
+
+@pytest.mark.parametrize("name", ["Nemotron", "StableLm"])
+def test_a_tree_that_a_model_drops_is_refused(name: str) -> None:
+    """The masks of these models would take its branches for packed sequences, which see no prefix."""
+    _, model = both(name, SMALL | {"head_dim": 8})
+    tree = PrefixTree.from_segments([-1, 0, 0], [4, 5, 8])
+    batch = {"input_ids": TOKENS[:1], "position_ids": BRANCHES, "tree": tree, "use_cache": False}
+    message = rf"position_ids\[0, 9\]=4 after 8: expected 0 where .* begins; {name}Attention was given no tree"
+    with pytest.raises(ValueError, match=message):
+        model(**batch)
+
+
+def test_packed_sequences_that_begin_anywhere_are_taken_by_their_lengths() -> None:
+    theirs, ours = both("Llama", SMALL)
+    batch = {"input_ids": TOKENS[:1], "position_ids": BRANCHES, "use_cache": False}
+    sums = torch.tensor([0, 9, 17], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": 9, "max_length_k": 9}
+    torch.testing.assert_close(ours(**batch, **lengths).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-4)
+    rows = {"input_ids": TOKENS, "position_ids": PACKED.expand(2, -1), "use_cache": False}
+    torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
     """Bloom adds what masks it is given to its logits, and would see all tokens with none."""
     register()
@@ -343,54 +321,6 @@ def test_images_that_see_ahead_are_refused_beside_padding_too() -> None:
     for kept in (None, ENDS):
         with pytest.raises(ValueError, match="lets a token see a later one"):
             create_causal_mask(model.config, torch.zeros(2, 17, 32), kept, None, block_sequence_ids=blocks)
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Llama4Text"])
-def test_caches_that_grow_and_caches_that_do_not(name: str) -> None:
-    """A prompt in two pieces, then tokens one by one, beyond a window; chunks do not go on from a cache."""
-    config = {"Llama": SMALL, "Mistral": WINDOW, "Llama4Text": CHUNKS}[name]
-    theirs, ours = both(name, config)
-
-    def logits(model: nn.Module, cache: Any, masked: bool) -> torch.Tensor:
-        found = []
-        for start, end in ((0, 4), (4, 8), (8, 9), (9, 10)):
-            kept = {"attention_mask": torch.ones(2, end, dtype=torch.long)} if masked else {}
-            found.append(model(TOKENS[:, start:end], past_key_values=cache, **kept).logits)
-        return torch.cat(found, 1)
-
-    for masked in (False, True):
-        with torch.no_grad():
-            with pytest.raises(ValueError, match=STATIC):
-                logits(ours, transformers.StaticCache(config=ours.config, max_cache_len=20), masked)
-            if name == "Llama4Text":
-                with pytest.raises(ValueError, match=f"{IN_CHUNKS}keys are cached"):
-                    logits(ours, transformers.DynamicCache(config=ours.config), masked)
-                continue
-            expected, found = (
-                logits(model, transformers.DynamicCache(config=model.config), masked) for model in (theirs, ours)
-            )
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_padded_prompts_go_on_from_a_cache(name: str, compiled: bool) -> None:
-    """As `generate` pads a batch: on the left, one row by more than the first piece; then beyond a window."""
-    theirs, ours = both(name, {"Llama": SMALL, "Mistral": WINDOW, "GptOss": MODELS["GptOss"]}[name])
-    kept = KEPT.clone()
-    kept[0, :3], kept[1, :6] = 0, 0
-
-    def logits(model: nn.Module, forward: Any) -> torch.Tensor:
-        cache, found = transformers.DynamicCache(config=model.config), []
-        for start, end in ((0, 4), (4, 9), (9, 10), (10, 11), (11, 17)):
-            positions = (kept[:, :end].cumsum(1) - 1).clamp(min=0)[:, start:]
-            batch = {"attention_mask": kept[:, :end], "position_ids": positions, "past_key_values": cache}
-            found.append(forward(TOKENS[:, start:end], **batch).logits)
-        return torch.cat(found, 1)[kept.bool()]
-
-    with torch.no_grad():
-        forward = torch.compile(ours, backend="aot_eager", dynamic=True) if compiled else ours
-        torch.testing.assert_close(logits(ours, forward), logits(theirs, theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_packed_sequences_of_a_model_with_chunks() -> None:

@@ -10,7 +10,7 @@ from trunkattn import PrefixTree, flash_attention
 from trunkattn.integrations.transformers.masks import NAME, mask
 from trunkattn.integrations.transformers.models import why_no_tree
 
-_CHECKED: Final = "_trunkattn_checked"  # on position ids: the tree whose they are or None, and their version
+_CHECKED: Final = "_trunkattn_checked"  # on position ids: what they were checked against, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.
 _ABSENT: Final = frozenset(
     {
@@ -63,8 +63,9 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     _check_layer(module, key.shape[2], causal, tree, options)
-    if tree is not None or (attention_mask is None and causal and q.shape[:2] == (1, key.shape[2])):
-        _check_positions(module, tree, options)
+    packed = attention_mask is not None and attention_mask.dim() == 1
+    if tree is not None or packed or (attention_mask is None and causal and q.shape[:2] == (1, key.shape[2])):
+        _check_positions(module, tree, packed, options)
     if tree is not None:
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     sums = _sums(attention_mask, options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
@@ -162,16 +163,21 @@ def _check_packing(
         raise ValueError(f"attention_mask has shape {shape}: expected {(rows, keys)}, one for each key")
 
 
-def _check_positions(module: nn.Module, tree: PrefixTree | None, options: dict[str, Any]) -> None:
-    """Raises if a model that names its positions has others than the tree, or than the one sequence that all its tokens
-    are without one; it reads them once for a forward pass."""
+def _check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, options: dict[str, Any]) -> None:
+    """Raises if a model that names its positions has others than the tree or, without one, than packed sequences by its
+    mask or the one sequence that all its tokens are; it reads them once for a forward pass."""
     position_ids = options.get("position_ids")
     if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
     known = getattr(position_ids, _CHECKED, None)  # on the tensor: another one may get its place in memory later
-    if known is not None and known[0] is tree and known[1] == version(position_ids):
+    packed = packed and tree is None
+    if known is not None and known[0] is tree and known[1:] == (packed, version(position_ids)):
         return
     if tree is None and (options.get("cu_seq_lens_q") is not None or _is_capturing(position_ids)):
+        return
+    if packed:
+        _check_begins(module, position_ids)
+        setattr(position_ids, _CHECKED, (tree, packed, version(position_ids)))
         return
     found = position_ids.flatten().cpu()
     expected = (
@@ -188,7 +194,22 @@ def _check_positions(module: nn.Module, tree: PrefixTree | None, options: dict[s
             masks = f"masks of {type(module).__name__}"
             reason = f"as {masks} hold no packed sequences; pass cu_seq_lens_q and cu_seq_lens_k for them"
         raise ValueError(f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, {reason}")
-    setattr(position_ids, _CHECKED, (tree, version(position_ids)))
+    setattr(position_ids, _CHECKED, (tree, packed, version(position_ids)))
+
+
+def _check_begins(module: nn.Module, position_ids: torch.Tensor) -> None:
+    """Raises if a sequence within a row begins elsewhere than at 0, as the branches of a tree do that a model has kept
+    from its attention."""
+    rows = position_ids.cpu()
+    wrong = ((rows[:, 1:] != rows[:, :-1] + 1) & (rows[:, 1:] != 0)).nonzero().tolist()
+    if wrong:
+        row, before = wrong[0]
+        first = rows[row, before + 1]
+        raise ValueError(
+            f"position_ids[{row}, {before + 1}]={first} after {rows[row, before]}: expected 0 where a packed sequence "
+            f"begins; {type(module).__name__} was given no tree, and if its model was, it takes none; pass "
+            "cu_seq_lens_q and cu_seq_lens_k for sequences that begin elsewhere"
+        )
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
