@@ -80,9 +80,13 @@ def attend(
     own = causal or given["sliding_window"]
     asked = kept[:, kept.shape[1] - q.shape[1] :] if own else kept.new_ones(q.shape[:2])
     given |= {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
-    found = _one(flash_attention(q[asked], k[kept], v[kept], causal, **given))
-    out = found.new_zeros(*q.shape[:3], v.shape[-1])
-    return out.index_put((asked,), found), None
+    # once for each mask: a GPU waits for their number, and inductor takes no second one for an equal number
+    keys = kept.flatten().nonzero().squeeze(1)
+    queries = keys if own and q.shape[1] == kept.shape[1] else asked.flatten().nonzero().squeeze(1)
+    flat = [tensor.flatten(0, 1)[places] for tensor, places in ((q, queries), (k, keys), (v, keys))]
+    found = _one(flash_attention(flat[0], flat[1], flat[2], causal, **given))
+    out = found.new_zeros(q.shape[0] * q.shape[1], q.shape[2], v.shape[-1])
+    return out.index_put((queries,), found).unflatten(0, q.shape[:2]), None
 
 
 def _lengths(kept: torch.Tensor) -> torch.Tensor:
