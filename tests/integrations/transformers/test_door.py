@@ -312,6 +312,15 @@ def test_holes_beside_a_window_are_refused_in_a_compiled_model_too() -> None:
         compiled(TOKENS, attention_mask=HOLES, use_cache=False)
 
 
+def test_padding_in_a_whole_graph_of_inductor() -> None:
+    """It takes no second unknown number of tokens that equals another one."""
+    theirs, ours = both("Gemma2", MODELS["Gemma2"])
+    counted = weights(34) * ENDS.reshape(-1, 1)
+    batch = {"input_ids": TOKENS, "attention_mask": ENDS}
+    compiled = torch.compile(ours, backend="inductor", fullgraph=True)
+    assert_same(gradients(compiled, counted, **batch), gradients(theirs, counted, **batch))
+
+
 def test_images_that_see_ahead_are_refused_beside_padding_too() -> None:
     from transformers.masking_utils import create_causal_mask
 

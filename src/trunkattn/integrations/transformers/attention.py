@@ -75,18 +75,25 @@ def attend(
         return _one(flash_attention(flat[0], flat[1], flat[2], causal, **given)).unflatten(0, q.shape[:2]), None
     if attention_mask is None:
         return _one(flash_attention(q, k, v, causal, **given)), None
-    kept = attention_mask.bool()
+    return _padded((q, k, v), attention_mask.bool(), causal, given), None
+
+
+def _padded(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kept: torch.Tensor, causal: bool, given: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of the tokens that a mask of padding keeps, 0 for the others. given: options of `flash_attention`."""
+    q, k, v = tensors
     # the queries are the last keys' tokens; without these, they may be another text's, as in an encoder and its decoder
     own = causal or given["sliding_window"]
     asked = kept[:, kept.shape[1] - q.shape[1] :] if own else kept.new_ones(q.shape[:2])
-    given |= {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
+    given = given | {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
     # once for each mask: a GPU waits for their number, and inductor takes no second one for an equal number
     keys = kept.flatten().nonzero().squeeze(1)
     queries = keys if own and q.shape[1] == kept.shape[1] else asked.flatten().nonzero().squeeze(1)
     flat = [tensor.flatten(0, 1)[places] for tensor, places in ((q, queries), (k, keys), (v, keys))]
     found = _one(flash_attention(flat[0], flat[1], flat[2], causal, **given))
     out = found.new_zeros(q.shape[0] * q.shape[1], q.shape[2], v.shape[-1])
-    return out.index_put((queries,), found).unflatten(0, q.shape[:2]), None
+    return out.index_put((queries,), found).unflatten(0, q.shape[:2])
 
 
 def _lengths(kept: torch.Tensor) -> torch.Tensor:
