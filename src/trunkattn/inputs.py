@@ -297,9 +297,9 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
         _check_scale(name, getattr(inputs, name), heads, device)
     _check_product(config, inputs, device)
     if out is not None and not torch.compiler.is_compiling():
-        read = inputs._replace(out=None)
-        given = zip(read._fields, read, strict=True)
-        check_disjoint("out", out, [(name, each) for name, each in given if isinstance(each, torch.Tensor)])
+        given = zip(inputs._fields, inputs, strict=True)
+        read = [(name, each) for name, each in given if isinstance(each, torch.Tensor) and each is not out]
+        check_disjoint("out", out, read)
 
 
 def _tensor(

@@ -94,24 +94,17 @@ def check_apart(name: str, tensor: Any) -> None:
 def check_disjoint(name: str, tensor: Any, others: Iterable[tuple[str, Any]]) -> None:
     """Raises ValueError if a tensor that is written to has an element where one of others, named, has one."""
     begin = tensor.data_ptr()
-    end = begin + _extent(tensor)
+    end = begin + tensor.untyped_storage().nbytes()  # none of the tensor's elements is farther on
     for other_name, other in others:
         first = other.data_ptr()
-        if first < end and begin < first + _extent(other) and _share_memory(tensor, other):
+        is_near = first < end and begin < first + other.untyped_storage().nbytes()
+        if is_near and _share_memory(tensor, other):
             raise ValueError(f"{name} lies in the memory of {other_name}: expected memory of its own")
 
 
-def _extent(tensor: Any) -> int:
-    """Bytes from the first element of a tensor to the end of its last one; strides are never negative."""
-    if tensor.is_contiguous():  # nearly every call; also of no elements
-        return int(tensor.numel() * tensor.itemsize)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.itemsize)
-
-
 def _share_memory(tensor: Any, other: Any) -> bool:
-    """Whether tensors whose extents overlap share an element. Those that interleave, such as columns of one buffer,
-    share none. NumPy solves the equation of their strides and reads no memory, so tensors may lie on a GPU."""
+    """Whether two tensors share an element. Those that interleave, such as columns of one buffer, share none. NumPy
+    solves the equation of their strides and reads no memory, so tensors may lie on a GPU."""
     import numpy as np  # rarely asked for
 
     arrays = []
