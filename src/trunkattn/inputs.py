@@ -298,7 +298,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     _check_product(config, inputs, device)
     if out is not None and not torch.compiler.is_compiling():
         given = zip(inputs._fields, inputs, strict=True)
-        read = [(name, each) for name, each in given if isinstance(each, torch.Tensor) and each is not out]
+        read = [(name, each) for name, each in given if name != "out" and isinstance(each, torch.Tensor)]
         check_disjoint("out", out, read)
 
 

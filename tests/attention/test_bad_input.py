@@ -330,6 +330,12 @@ def beside(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return view.copy_(tensor), apart, across
 
 
+def test_an_out_that_is_the_queries_is_refused() -> None:
+    attention = BatchAttention(GOOD, "cpu")
+    with pytest.raises(ValueError, match="out lies in the memory of q: expected memory of its own"):
+        attention.run(attention.plan(**STEP), **RUN, out=RUN["q"])
+
+
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k_scale", "sinks"])
 def test_an_out_in_memory_that_is_read_is_refused(name: str) -> None:
     attention = BatchAttention(replace(GOOD, sinks=True), "cpu")
