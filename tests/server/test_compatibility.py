@@ -18,6 +18,7 @@ CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 SAID: dict[str, Any] = {"role": "assistant", "content": "x"}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": "1"}
 NULLS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
 
@@ -69,6 +70,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "a choice of the form's program": {
         "structured_outputs": {"regex": "a", "disable_fallback": True, "disable_any_whitespace": False}
     },
+    "no function of none": {"functions": [], "function_call": "none"},
+    "any function of none": {"function_call": "auto"},
     "an unknown name": {"provider": {"order": ["x"]}},
 }
 
@@ -97,6 +100,9 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
         ({"max_output_tokens": 5}, "expected max_tokens instead"),
         ({"json_schema": {"type": "array"}}, "expected structured_outputs instead"),
+        ({"function_call": {"name": "f"}}, "expected tool_choice instead"),
+        ({"function_call": "none", "tools": [TOOL]}, "expected tool_choice='none' where there are tools"),
+        ({"functions": [TOOL["function"]], "function_call": "auto"}, "expected tools instead"),
         ({"echo": True}, "this server sends only the answer"),
         ({"add_special_tokens": True}, "the model's template writes them"),
         (

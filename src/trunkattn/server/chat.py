@@ -147,6 +147,8 @@ class Chat:
         choice, tools = self._body.tool_choice, self._body.tools or []
         if choice in ("auto", "required") and not tools:
             raise BadRequest(f"tool_choice={choice!r}: expected tools together with it", "tool_choice")
+        if self._may_call and self._body.function_call == "none":
+            raise BadRequest("function_call='none': expected tool_choice='none' where there are tools", "function_call")
         if not self._calls_are_forced:
             return None
         if isinstance(choice, NamedToolChoice):

@@ -398,15 +398,21 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messag
 Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools, fail_fast=True)]
 
 
+def _function_call(given: Any) -> Any:
+    if given not in ("none", "auto"):
+        raise _refuse("function_call", "expected tool_choice instead")
+    return given
+
+
 class ChatCompletionRequest(Sampling):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions. function_call: OpenAI's name for the choice among functions, of which there are
+    none here."""
 
     without_effect = Sampling.without_effect | {"reasoning_effort", "verbosity", "prediction"}
     refused = MappingProxyType(
         {
             **Sampling.refused,
             "functions": "expected tools instead",
-            "function_call": "expected tool_choice instead",
             "audio": "this server makes only text; leave it out",
             "web_search_options": "this server asks no other host; leave it out",
             "chat_template": "this server runs only the model's own template; leave it out",
@@ -422,6 +428,7 @@ class ChatCompletionRequest(Sampling):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    function_call: Annotated[Literal["none", "auto"], BeforeValidator(_function_call)] | None = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=LIMITS.modalities, fail_fast=True)] | None = None
     chat_template_kwargs: AnyJson | None = None
