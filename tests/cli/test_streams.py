@@ -65,6 +65,24 @@ def test_a_full_disk_is_told_in_a_line() -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "is full" in done.stderr
 
 
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_an_answer_needs_no_standard_error(tiny_folder: Path, redirection: str) -> None:
+    program = f"'{sys.executable}' -m trunkattn generate '{tiny_folder}' --prompt x --max-tokens 2 --json {redirection}"
+    done = subprocess.run(program, shell=True, stdout=subprocess.PIPE, timeout=300)
+    assert done.returncode == 0
+    assert len(json.loads(done.stdout)["outputs"][0]["answers"][0]["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_closed_stream_is_no_files_place(number: int) -> None:
+    """A library that writes to standard error by its number writes into no file that a command opens."""
+    program = (
+        "import os, trunkattn.cli.streams as streams; streams.prepare_standard_streams(); "
+        f"assert os.readlink('/proc/self/fd/{number}') == os.devnull"
+    )
+    assert subprocess.run(f"'{sys.executable}' -c \"{program}\" {number}>&-", shell=True).returncode == 0
+
+
 def test_a_terminal_without_unicode_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = command("explain", "1,2_16,16")

@@ -1,7 +1,6 @@
 """The command `trunkattn`: demo, generate, serve, analyze, explain, doctor. One line names packages that it lacks."""
 
 import errno
-import io
 import os
 import sys
 from importlib.util import find_spec
@@ -27,10 +26,9 @@ def main() -> None:
     if missing:
         sys.exit(f"trunkattn: the command needs {' and '.join(missing)}: {install_command('engine')}")
     from trunkattn.cli.app import app
+    from trunkattn.cli.streams import prepare_standard_streams
 
-    for stream in (sys.stdout, sys.stderr):  # whose encoding may lack what an answer says; a closed one is None
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    prepare_standard_streams()
     try:
         app()
     except OSError as error:

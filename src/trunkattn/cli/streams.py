@@ -1,19 +1,60 @@
 """Reads and writes the files, folders, pipes and standard streams that commands name."""
 
 import codecs
+import io
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 import typer
 
 STANDARD_STREAM: Final = Path("-")
+
+
+class _WithoutErrors(io.RawIOBase):
+    """Writes to another stream what that takes, and drops the rest."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream  # which would close its buffer if nobody had it
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            self._stream.buffer.write(data)
+            self._stream.buffer.flush()
+        return len(data)
+
+
+def prepare_standard_streams() -> None:
+    """Lets a command end as its work ends.
+
+    What the encoding of a stream lacks is escaped. Standard error takes everything, also where its disk is full: a
+    progress bar is not worth an answer. A closed stream becomes one that keeps nothing: libraries would write to
+    standard output instead, or into the next file that gets its number.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 it stays open
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        raw: Any = _WithoutErrors(sys.stderr)
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, sys.stderr.errors, write_through=True)
 
 
 @contextmanager
