@@ -114,6 +114,26 @@ def test_one_name_has_one_value(folder: Path) -> None:
         inspect_model(folder)
 
 
+@pytest.mark.parametrize("name", [f"{LAYER}.q_proj.weight".removeprefix("model."), "model.lm_head.weight"])
+def test_one_weight_has_one_value(folder: Path, name: str) -> None:
+    """transformers adds and removes the prefix of the model's base, so two names can be one weight."""
+    saved = load_file(folder / "model.safetensors")
+    weight = "lm_head.weight" if "lm_head" in name else f"model.{name}"
+    plain = LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    change(folder, {name: saved[weight].clone()})
+    assert LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids == plain
+    change(folder, {name: saved[weight] + 1})
+    with pytest.raises(ValueError, match=f"{name}.* are both read as {weight}, and they differ"):
+        LLM(folder, num_pages=16)
+
+
+def test_parts_of_one_weight_may_differ(tiny_model: Callable[[str], Any]) -> None:
+    """Experts, each a tensor of the file, are one weight of the model."""
+    path = tiny_model("glm4_moe_lite").path
+    assert any("experts.0." in name for name in load_file(path / "model.safetensors"))
+    LLM(path, num_pages=16)
+
+
 def test_the_file_that_is_loaded_is_the_one_that_is_checked(folder: Path) -> None:
     """transformers takes a model.safetensors and no index beside it."""
     whole = (folder / "model.safetensors").read_bytes()

@@ -18,6 +18,8 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from trunkattn.config import AttentionConfig
 from trunkattn.engine.gguf_config import gguf_config
@@ -26,7 +28,7 @@ from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.latent import absorb_heads
-from trunkattn.engine.model_files import ModelFiles, find_model_files, one_line
+from trunkattn.engine.model_files import ModelFiles, check_one_value, find_model_files, one_line
 from trunkattn.engine.model_path import TOKENIZER_FILES
 from trunkattn.engine.model_support import (
     AttentionGeometry,
@@ -197,7 +199,23 @@ def _saved_model(info: ModelInfo) -> Any:
         )
     _check_names(files, loading["missing_keys"], "lack", "every weight of the model")
     _check_names(files, loading["unexpected_keys"], "hold", "no tensor that the model of its configuration has not")
+    _check_one_name_each(files, model)
     return model
+
+
+def _check_one_name_each(files: ModelFiles, model: Any) -> None:
+    """Raises ValueError if two tensors that differ are read as one weight, of which transformers takes either."""
+    weights = model.state_dict()
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    names: dict[str, list[str]] = {}
+    for name in files.tensors:
+        weight, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, weights)
+        if pattern is None:  # otherwise it may be a part of the weight
+            names.setdefault(weight if weight in weights else name, []).append(name)
+    for weight, both in names.items():
+        check_one_value(files, both, weight)
 
 
 def _check_names(files: ModelFiles, names: Iterable[str], what: str, expected: str) -> None:

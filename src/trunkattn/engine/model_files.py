@@ -8,9 +8,9 @@ header, which names every tensor and its place, is read for the configuration (`
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -58,11 +58,13 @@ class ModelFiles:
         folder: where its files are.
         gguf_file: the GGUF file's name within `folder`; None: a safetensors folder.
         trust_remote_code: whether the folder's own Python may run.
+        tensors: the safetensors file that holds each of the folder's tensors.
     """
 
     folder: Path
     gguf_file: str | None
     trust_remote_code: bool = False
+    tensors: Mapping[str, Path] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def path(self) -> Path:
@@ -113,21 +115,24 @@ def find_model_files(model: object, with_weights: bool = True, trust_remote_code
     """
     path = existing_path(model)
     if path.is_dir():
-        check_folder(path, with_weights)
-        return ModelFiles(path, None, trust_remote_code)
+        return ModelFiles(path, None, trust_remote_code, check_folder(path, with_weights))
     check_gguf(path)
     return ModelFiles(path.parent, path.name, trust_remote_code)
 
 
-def check_folder(folder: Path, with_weights: bool = True) -> None:
-    """Raises ValueError unless `folder` holds a config.json and, with `with_weights`, complete safetensors files."""
+def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
+    """The file that holds each tensor; none without `with_weights`.
+
+    Raises:
+        ValueError: the folder has no config.json or, with `with_weights`, no complete safetensors files.
+    """
     config = _read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
     if (folder / GENERATION_CONFIG).is_file():
         _check_generation_config(folder / GENERATION_CONFIG)
     if not with_weights:
-        return
+        return {}
     _check_unquantized(folder, config)
     if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
@@ -147,9 +152,13 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
     holder: dict[str, Path] = {}
     for file in files:
         for name in check_safetensors(file):
-            if name in holder:
-                _check_equal(name, holder[name], file)
+            if name in holder and not _are_equal((name, holder[name]), (name, file)):
+                raise ValueError(
+                    f"model={str(file)!r}: its tensor {name} is another one in {holder[name].name}; expected one value "
+                    f"for each name"
+                )
             holder[name] = file
+    return holder
 
 
 def _check_generation_config(path: Path) -> None:
@@ -171,16 +180,24 @@ def _check_generation_config(path: Path) -> None:
         raise ValueError(f"model={str(path)!r}: {error}; correct it or remove the file") from error
 
 
-def _check_equal(name: str, first: Path, second: Path) -> None:
-    """Raises ValueError if two files hold another tensor under one name."""
+def check_one_value(files: ModelFiles, names: Sequence[str], weight: str) -> None:
+    """Raises ValueError if tensors of these names, which are all read as one weight of the model, differ."""
+    first, *others = names
+    for other in others:
+        if not _are_equal((first, files.tensors[first]), (other, files.tensors[other])):
+            raise ValueError(
+                f"model={str(files.path)!r}: its tensors {first} and {other} are both read as {weight}, and they "
+                f"differ; remove the wrong one"
+            )
+
+
+def _are_equal(*places: tuple[str, Path]) -> bool:
+    """Whether two tensors, each a name in a file, are equal."""
     found = []
-    for path in (first, second):
+    for name, path in places:
         with safe_open(path, framework="pt") as file:
             found.append(file.get_tensor(name))
-    if found[0].dtype != found[1].dtype or not torch.equal(*found):
-        raise ValueError(
-            f"model={str(second)!r}: its tensor {name} is another one in {first.name}; expected one value for each name"
-        )
+    return found[0].dtype == found[1].dtype and torch.equal(*found)
 
 
 def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
