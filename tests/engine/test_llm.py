@@ -1,6 +1,8 @@
 """`LLM`: options, prompts of every form, streams, and bad input that stops a call before it starts."""
 
+import copy
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +40,12 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     outputs = llm.generate([[1], [2], [3]], params, use_tqdm=True)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 1, 2]
     assert len(llm.generate([5])[0].outputs[0].token_ids) == 16
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_stays_in_its_process(llm: LLM, copied: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="an LLM is copied or pickled: expected one for each process, so pass"):
+        copied(llm)
 
 
 BAD_CALLS: list[tuple[Any, Any, str]] = [

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.utils import logging
@@ -106,6 +106,13 @@ class LLM:
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
         self._turn = Turns()  # whoever has it may use the engine
         self._abandoned: deque[str] = deque()  # requests that nobody waits for any more
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles: the threads that use an LLM, its cache and its kernels belong to one process."""
+        raise TypeError(
+            "an LLM is copied or pickled: expected one for each process, so pass the model's path and options, and "
+            "make the LLM where it answers"
+        )
 
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
