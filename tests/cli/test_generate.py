@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
 from trunkattn.cli.command import fields_of
-from trunkattn.cli.generate import print_stream, read_prompts, valid_json
+from trunkattn.cli.generate import print_stream, run_generate, valid_json
 from trunkattn.cli.options import GenerateOptions
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
@@ -233,6 +233,19 @@ def test_a_bad_model_is_named(arguments: list[str], expected: list[str]) -> None
     check_usage_error(invoke(*arguments, "--prompt", "Hello"), expected)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-n", "0", "--prompt", "x"], ["--n", "an integer from 1"]),
+        (["--prompt", " "], ["--prompt", "expected text"]),
+        (["--prompt-file", "nowhere.txt"], ["--prompt-file", "UTF-8"]),
+        (["--prompt-file", "-"], ["--model", "no such file"]),  # before standard input is waited for
+    ],
+)
+def test_what_the_command_line_says_is_checked_first(arguments: list[str], expected: list[str]) -> None:
+    check_usage_error(invoke("--model", "nowhere", *arguments, stdin=""), expected)
+
+
 def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_usage_error(invoke("--model", tiny_folder, stdin=""), ["standard input", "expected text"])
     empty = tmp_path / "empty.txt"
@@ -244,7 +257,7 @@ def test_bad_prompts_are_named(tiny_folder: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "stdin", None)
     for options in (GenerateOptions(tiny_folder), GenerateOptions(tiny_folder, prompt_file=[Path("-")])):
         with pytest.raises(typer.BadParameter, match="expected"):
-            read_prompts(options)
+            run_generate(options)
     monkeypatch.undo()
     missing = tmp_path / "missing.txt"
     check_usage_error(invoke("--model", tiny_folder, "--prompt-file", missing), ["--prompt-file", "UTF-8"])

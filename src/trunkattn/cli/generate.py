@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Checks the prompts and options, loads the model, answers, and prints. torch is loaded after the checks that need
-    no model, and weights after the others."""
+    """Checks the options and prompts, loads the model, answers, and prints. The checks of what the command line says
+    come first, then whether there is a model, then standard input, for which nobody waits in vain. torch is loaded
+    after the checks that need no model, and weights after the others."""
+    with reported_by_option(GenerateOptions):
+        params = options.sampling_params()
+    given = given_prompts(options)
     with reported_by_option(GenerateOptions):
         existing_path(options.model)
-        params = options.sampling_params()
-    prompts = read_prompts(options)
+    prompts = [_standard_input() if prompt is None else prompt for prompt in given]
     errors = Console(file=sys.stderr)
     with reported_by_option(GenerateOptions), working(errors, f"Loading {options.model.name}"):
         from trunkattn.engine import LLM
@@ -54,47 +58,47 @@ def run_generate(options: GenerateOptions) -> None:
         print_logprobs(outputs, console)
 
 
-def read_prompts(options: GenerateOptions) -> list[str]:
-    """The prompts from the one source that is given."""
+def given_prompts(options: GenerateOptions) -> list[str | None]:
+    """The prompts from the one source that is given; None for what standard input says."""
     if options.prompt and options.prompt_file:
         raise typer.BadParameter("given together with --prompt-file: expected one of the two", param_hint="--prompt")
     if options.prompt:
-        prompts, sources = list(options.prompt), ["--prompt"] * len(options.prompt)
-    elif options.prompt_file:
-        prompts, sources = [], []
-        for path in options.prompt_file:
-            if path == STANDARD_STREAM:
-                prompts.append(_standard_input())
-                sources.append("standard input")
-                continue
-            sources.append(f"--prompt-file {path}")
-            try:
-                prompts.append(path.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
-                raise typer.BadParameter(message, param_hint="--prompt-file") from error
-    elif sys.stdin is None or sys.stdin.isatty():
+        return [_checked("--prompt", prompt) for prompt in options.prompt]
+    if options.prompt_file:
+        return [None if path == STANDARD_STREAM else _file_text(path) for path in options.prompt_file]
+    if sys.stdin is None or sys.stdin.isatty():
         message = "no prompt given: expected --prompt TEXT, --prompt-file PATH, or text on standard input"
         raise typer.BadParameter(message, param_hint="--prompt")
-    else:
-        prompts, sources = [_standard_input()], ["standard input"]
-    for source, prompt in zip(sources, prompts, strict=True):
-        if not prompt.strip():
-            raise typer.BadParameter(f"nothing but white space ({shown(prompt)}): expected text", param_hint=source)
-        try:
-            check_text(source, prompt)
-        except ValueError as error:
-            raise typer.BadParameter(f"{shown(prompt)}: expected UTF-8 text", param_hint=source) from error
-    return prompts
+    return [None]
+
+
+def _file_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
+        raise typer.BadParameter(message, param_hint="--prompt-file") from error
+    return _checked(f"--prompt-file {path}", text)
 
 
 def _standard_input() -> str:
     if sys.stdin is None:
         raise typer.BadParameter("expected text, and it is closed", param_hint="standard input")
     try:
-        return sys.stdin.read()
+        return _checked("standard input", sys.stdin.read())
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"expected UTF-8 text ({error})", param_hint="standard input") from error
+
+
+def _checked(source: str, prompt: str) -> str:
+    """A prompt that is a text with something in it."""
+    if not prompt.strip():
+        raise typer.BadParameter(f"nothing but white space ({shown(prompt)}): expected text", param_hint=source)
+    try:
+        check_text(source, prompt)
+    except ValueError as error:
+        raise typer.BadParameter(f"{shown(prompt)}: expected UTF-8 text", param_hint=source) from error
+    return prompt
 
 
 def tokenize(llm: "LLM", prompt: str, chat: bool | None) -> list[int]:
