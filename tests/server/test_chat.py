@@ -86,7 +86,8 @@ def test_tokenize_counts_what_a_chat_with_the_same_fields_has(server: Server, op
     assert server.post("/tokenize", body).json()["count"] == usage["prompt_tokens"]
 
 
-def test_an_answer_of_a_schema(server: Server) -> None:
+@pytest.mark.parametrize("place", ["json_schema", "beside json_object"])
+def test_an_answer_of_a_schema(server: Server, place: str) -> None:
     schema = {
         "type": "object",
         "properties": {"read": {"type": "string", "enum": ["trunk", "leaf"]}},
@@ -94,6 +95,8 @@ def test_an_answer_of_a_schema(server: Server) -> None:
         "additionalProperties": False,
     }
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "part", "schema": schema}}
+    if place != "json_schema":
+        wanted = {"type": "json_object", "schema": schema}
     answer = server.client().chat.completions.create(model=NAME, messages=MESSAGES, response_format=wanted, seed=1)
     assert json.loads(answer.choices[0].message.content)["read"] in ("trunk", "leaf")
     assert answer.choices[0].finish_reason == "stop"

@@ -106,8 +106,8 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"echo": True}, "this server sends only the answer"),
         ({"add_special_tokens": True}, "the model's template writes them"),
         (
-            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
-            "json_schema.schema, instead",
+            {"response_format": {"type": "text", "schema": {"type": "object"}}},
+            "response_format.type='text': expected 'json_object' where a schema stands beside it",
         ),
         (
             {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {"type": "object"}}}},

@@ -205,12 +205,15 @@ def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
     if wanted.json_schema is not None and wanted.type != "json_schema":
         message = f"response_format.type={wanted.type!r}: expected 'json_schema' where a json_schema is given"
         raise BadRequest(message, "response_format.type")
+    if wanted.schema_ is not None and wanted.type != "json_object":
+        message = f"response_format.type={wanted.type!r}: expected 'json_object' where a schema stands beside it"
+        raise BadRequest(message, "response_format.type")
     if wanted.type == "text":
         return None
     if body.structured_outputs is not None:
         raise BadRequest("response_format is given with structured_outputs: expected one of them", "response_format")
     if wanted.type == "json_object":
-        return StructuredOutputsParams(json={"type": "object"})
+        return StructuredOutputsParams(json=wanted.schema_ or {"type": "object"})
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise BadRequest("response_format.json_schema.schema is missing: expected a JSON schema", "response_format")
     return StructuredOutputsParams(json=wanted.json_schema.schema_)

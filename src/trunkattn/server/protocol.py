@@ -201,11 +201,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer must be: text, any JSON object, or JSON of a schema."""
+    """What the answer must be: text, any JSON object, or JSON of a schema. schema: the schema beside json_object, where
+    llama.cpp, Together and Fireworks take it."""
 
-    refused = MappingProxyType({"schema": "expected the type 'json_schema', with json_schema.schema, instead"})
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 # Forms of answers as vLLM had them once, and as llama.cpp and SGLang have them
