@@ -142,6 +142,23 @@ def test_a_compressed_body_is_told_apart_from_a_broken_one(server: Server) -> No
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=plain).status_code == 200
 
 
+@pytest.mark.parametrize("characters", [600, 9_000, 10_000_000])
+def test_clients_see_that_a_conversation_is_too_long(server: Server, characters: int) -> None:
+    """LangChain and OpenAI's SDK go by the code, LiteLLM by the words of the message, and then they shorten it."""
+    for body in ({"prompt": "x" * characters}, {"messages": [{"role": "user", "content": "x" * characters}]}):
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        error = server.post(path, body).json()["error"]
+        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+        assert "this model's maximum context length is 512 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/responses"])
+def test_a_path_that_does_not_exist_is_told_which_do(server: Server, path: str) -> None:
+    error = server.post(path, {"messages": []}).json()["error"]
+    assert f"POST {path}: there is no such path; expected one of " in error["message"]
+    assert "/v1/chat/completions, /v1/completions, /v1/models" in error["message"]
+
+
 def test_limits_of_prompts_and_answers(start_server: Callable[..., Server]) -> None:
     server = start_server(max_prompt_tokens=8, max_answer_tokens=5, max_answers=2)
     for changes, message in (
@@ -150,7 +167,9 @@ def test_limits_of_prompts_and_answers(start_server: Callable[..., Server]) -> N
         ({"n": 3}, "n=3: expected at most 2 answers"),
     ):
         body = {"prompt": "1234", "max_tokens": 5} | changes
-        assert message in server.post("/v1/completions", body).json()["error"]["message"]
+        error = server.post("/v1/completions", body).json()["error"]
+        assert message in error["message"]
+        assert (error["code"] == "context_length_exceeded") == ("prompt" in changes)
     messages = [{"role": "user", "content": ""}]
     assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 400
 

@@ -12,7 +12,7 @@ import torch
 from trunkattn.engine.answers import RequestAnswers
 from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.request import Request
+from trunkattn.engine.request import PromptTooLong, Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
 from trunkattn.engine.sampling_params import SamplingParams
@@ -125,6 +125,7 @@ class Engine:
             name: what messages call the prompt.
 
         Raises:
+            PromptTooLong: a ValueError; the prompt has more tokens than fit.
             TypeError, ValueError: naming the argument; the request cannot run.
             ImportError: the package for structured outputs is needed and missing.
         """
@@ -132,10 +133,10 @@ class Engine:
         rules = self._token_rules.check(params)
         kept = self._token_rules.truncate(prompt_token_ids, params)
         if not 1 <= len(kept) <= limit:
-            raise ValueError(
-                f"{name} has {len(kept)} tokens: expected 1 to {limit}, because prompt and answer have room for "
-                f"{limit + 1} by the model, the option max_model_len or the KV cache; shorten the prompt, or raise the "
-                f"lowest of the three"
+            raise (PromptTooLong if kept else ValueError)(
+                f"{name} has {len(kept)} tokens: expected 1 to {limit}, because this model's maximum context length is "
+                f"{limit + 1} tokens here, by its configuration, the option max_model_len or the KV cache; shorten the "
+                f"prompt, or raise the lowest of the three"
             )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):

@@ -8,6 +8,10 @@ from trunkattn.engine.logits import LogitsRules, LogitsState
 from trunkattn.engine.sampling_params import SamplingParams
 
 
+class PromptTooLong(ValueError):
+    """A prompt has more tokens than the model or its KV cache takes."""
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence: a prompt and one of its `n` answers.

@@ -10,11 +10,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from trunkattn.engine.request import PromptTooLong
 from trunkattn.server.engine_loop import EngineFailed, QueueFull
 
 _LOG: Final = logging.getLogger(__name__)
 _LONGEST: Final = 1000  # characters of a message
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code, at which clients shorten a conversation
 _CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
@@ -84,7 +86,8 @@ def bad_request() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise BadRequest(str(error), param_of(str(error))) from error
+        code = TOO_LONG if isinstance(error, PromptTooLong) else None
+        raise BadRequest(str(error), param_of(str(error)), code=code) from error
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -93,6 +96,9 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            paths = ", ".join(sorted(path for route in app.routes if "{" not in (path := getattr(route, "path", ""))))
+            message = f"{request.method} {request.url.path}: there is no such path; expected one of {paths}"
         return error_response(error.status_code, message, headers=error.headers)
 
     async def any_other(request: Request, error: Exception) -> JSONResponse:

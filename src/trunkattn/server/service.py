@@ -17,7 +17,7 @@ from trunkattn.engine.prompts import ChatOptions, read_arguments, render_templat
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
-from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
+from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
 from trunkattn.server.json_size import json_size
@@ -209,7 +209,7 @@ class Service:
         """A checked request for the engine. name: what messages call the prompt."""
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
-            raise BadRequest(f"{name} has {len(token_ids)} tokens: expected at most {most}", name)
+            raise self._too_long(name, f"{len(token_ids)} tokens", most)
         num_logprobs = self._num_logprobs(len(token_ids), params)
         lanes, form_seconds = self.lanes, 0.0
         if params.structured_outputs is not None:
@@ -307,13 +307,18 @@ class Service:
         for start in range(0, 0 if truncates else len(text) - _SLICE, _SLICE):
             count += len(tokenizer(text[start : start + _SLICE], add_special_tokens=False)["input_ids"]) - _SEAM
             if count > self._most_tokens:
-                raise BadRequest(f"{name} has over {count} tokens: expected at most {self._most_tokens}", name)
+                raise self._too_long(name, f"over {count} tokens", self._most_tokens)
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def _check_length(self, name: str, characters: int) -> None:
         """Refuses a text that has too many tokens whatever they are, before the tokenizer spends seconds on it."""
         if characters > self._most_characters:
-            raise BadRequest(f"{name} has {characters} characters: expected at most {self._most_characters}", name)
+            raise self._too_long(name, f"{characters} characters", self._most_characters)
+
+    def _too_long(self, name: str, size: str, most: int) -> BadRequest:
+        """The error of a prompt, in words that clients look for."""
+        words = f"because this model's maximum context length is {self._most_tokens} tokens here; shorten it"
+        return BadRequest(f"{name} has {size}: expected at most {most}, {words}", name, code=TOO_LONG)
 
     def _num_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Log-probabilities that a prompt and its answers may have. Raises BadRequest if they are too many."""
