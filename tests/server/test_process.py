@@ -17,6 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
+
+from trunkattn.cli.serve import _bound, _listen
+from trunkattn.server import ServerOptions
 
 pytestmark = pytest.mark.slow
 
@@ -117,6 +121,35 @@ def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_port_is_one_servers_while_its_model_is_loaded() -> None:
+    """It would be told only after its own model is loaded, which may last minutes."""
+    with _bound(ServerOptions("a", port=0)) as first:
+        second = ServerOptions("b", port=first.getsockname()[1])
+        with pytest.raises(typer.BadParameter, match="another program uses it"):
+            _bound(second)
+        _listen(first, second)
+        with socket.create_connection(first.getsockname()):
+            first.accept()[0].close()  # the server's end waits for late packets
+    with _bound(second) as again:
+        _listen(again, second)
+        with socket.create_connection(again.getsockname()):
+            pass
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
+def test_an_address_of_another_machine_is_blamed_on_the_host(host: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        _bound(ServerOptions("a", host, 0))
+    assert raised.value.param_hint == "--host" and host in raised.value.message
+
+
+def test_a_name_may_have_an_address_of_ipv6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = socket.getaddrinfo("::1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with _bound(ServerOptions("a", "llm.example", 0)) as listener:
+        assert listener.family == socket.AF_INET6
 
 
 def test_a_port_that_is_taken(folder: Path) -> None:

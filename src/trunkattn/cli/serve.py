@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import typer
@@ -45,30 +46,57 @@ def run_serve(options: ServeOptions) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
-    with _listening(server) as listener:
+    with _bound(server) as listener:
         from trunkattn.server import AppServer, create_app
 
         app = create_app(_load(options, config), server)
+        _listen(listener, server)
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
         AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
 
 
-def _listening(server: ServerOptions) -> socket.socket:
-    """The socket. It is taken before the model is loaded, which may last minutes."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((server.host, server.port))
-    except OSError as error:
-        listener.close()
-        reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-        hint = "--host" if isinstance(error, socket.gaierror) else "--port"
-        value = server.host if hint == "--host" else server.port
-        raise typer.BadParameter(f"{value}: {reason}; choose another one", param_hint=hint) from error
+def _bound(server: ServerOptions) -> socket.socket:
+    """A socket that has the port before the model is loaded, which may last minutes. It does not listen yet, so that
+    nobody takes the server for ready."""
+    with _reported(server):
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # With SO_REUSEADDR, which connections of a server that has ended make necessary, it would share the port
+            # with another server that does not listen yet.
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
     return listener
+
+
+def _listen(listener: socket.socket, server: ServerOptions) -> None:
+    """Begins to take connections. The next server may take the port while the last of them end."""
+    with _reported(server):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen()
+
+
+@contextlib.contextmanager
+def _reported(server: ServerOptions) -> Iterator[None]:
+    """Turns an error of a socket into one of the option that it is about."""
+    try:
+        yield
+    except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+        hint, value = ("--port", server.port) if is_port else ("--host", server.host)
+        raise typer.BadParameter(f"{value}: {reason}; choose another one", param_hint=hint) from error
 
 
 def _load(options: ServeOptions, config: EngineConfig) -> "LLM":

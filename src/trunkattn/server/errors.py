@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from trunkattn.engine.request import PromptTooLong
 from trunkattn.server.engine_loop import EngineFailed, QueueFull
@@ -97,7 +98,8 @@ def add_handlers(app: FastAPI) -> None:
     async def no_such_path(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
         if error.status_code == 404:
-            paths = ", ".join(sorted(path for route in app.routes if "{" not in (path := getattr(route, "path", ""))))
+            known = {route.path for route in app.routes if isinstance(route, Route)}
+            paths = ", ".join(sorted(path for path in known if "{" not in path))
             message = f"{request.method} {request.url.path}: there is no such path; expected one of {paths}"
         return error_response(error.status_code, message, headers=error.headers)
 
