@@ -18,7 +18,8 @@ FLOORS = MappingProxyType(
     {
         "dtypes": 0,
         "compiled": 0,
-        "lazy": 0,
+        "interrupts": 0,
+        "lazy": 1,
         "names": 0,
         "numerics": 0,
         "reference": 0,

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from trunkattn.interrupts import held_interrupts
+
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns the functions `__getattr__` and `__dir__` of a package. `__dir__` lists its lazy names too, so that a
@@ -23,7 +25,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        with held_interrupts():  # libraries turn an interrupt of their import into other errors, or end the process
+            return getattr(import_module(homes[name]), name)
 
     def names() -> list[str]:
         return sorted(vars(sys.modules[package]).keys() | homes.keys())

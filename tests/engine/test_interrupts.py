@@ -3,12 +3,15 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from trunkattn import engine, lazy
 from trunkattn.engine import LLM, SamplingParams
-from trunkattn.engine.interrupts import held_interrupts
+from trunkattn.interrupts import held_interrupts
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
@@ -44,6 +47,21 @@ def test_an_interrupt_waits_for_the_end_of_the_step(
     llm.engine.scheduler.cache.check_integrity()
     assert llm.engine.scheduler.cache.num_pages_in_use == 0
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one, libraries raise other errors, and their modules cannot be imported again."""
+    imported: list[str] = []
+
+    def interrupted(name: str) -> ModuleType:
+        signal.raise_signal(signal.SIGINT)
+        imported.append(name)
+        return import_module(name)
+
+    monkeypatch.setattr(lazy, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.__getattr__("LLM")
+    assert imported == ["trunkattn.engine.llm"]
 
 
 def test_a_second_interrupt_does_not_wait() -> None:

@@ -13,7 +13,6 @@ from transformers.utils import logging
 from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner, size_cache
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
-from trunkattn.engine.interrupts import held_interrupts
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
@@ -30,6 +29,7 @@ from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
 from trunkattn.engine.token_rules import ModelLimits
 from trunkattn.engine.turns import Turns
+from trunkattn.interrupts import held_interrupts
 from trunkattn.kv_cache.manager import CacheManager
 
 
