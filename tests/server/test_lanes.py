@@ -10,9 +10,10 @@ import pytest
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.server import lanes as lanes_module
+from trunkattn.server.body import Reading
 from trunkattn.server.chat import Chat
 from trunkattn.server.lanes import Lanes, Pace
-from trunkattn.server.protocol import ChatCompletionRequest, Reading
+from trunkattn.server.protocol import ChatCompletionRequest
 from trunkattn.server.service import Caller
 
 from .conftest import Server

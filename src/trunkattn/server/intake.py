@@ -8,10 +8,10 @@ from typing import Any, Final, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from trunkattn.engine.config import shown
+from trunkattn.server.body import Body, Reading
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.json_size import json_size
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.protocol import Body, Reading
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 

@@ -7,120 +7,32 @@ other names.
 Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai/en/latest/serving/openai_compatible_server.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from trunkattn.engine.config import shown
 from trunkattn.engine.form_limits import depth_of
+from trunkattn.server.body import Body, refuse
 from trunkattn.server.limits import LIMITS
 
-_CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
-_LONGEST_NAME: Final = 64
 _SLICE: Final = 8_192  # items whose types are looked at by one call
-
-
-@dataclass
-class Reading:
-    """How a body is read, and what is found. strict: unknown names are refused. ignored: unknown names, for the log."""
-
-    strict: bool = False
-    ignored: set[str] = field(default_factory=set)
-
-
-def _refuse(kind: str, message: str) -> PydanticCustomError:
-    written = message.encode("utf-8", "replace").decode()  # pydantic quotes nothing that no encoding has
-    return PydanticCustomError(kind, "{message}", {"message": written})
-
-
-class Body(BaseModel):
-    """Fields of a request. No type is converted to another.
-
-    An unknown name that is close to a known one is refused with a suggestion, any other is ignored and logged; a
-    `Reading` that is strict refuses both.
-
-    Attributes:
-        most_values: values that JSON of it may hold, in all.
-        without_effect: documented names that change nothing here.
-        refused: documented names that would change the answer, and what to do instead; but for False and what is empty.
-    """
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    most_values: ClassVar[int] = LIMITS.nodes
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    _names: ClassVar[frozenset[str]]  # of its fields, as JSON has them
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, given: Any, info: ValidationInfo) -> Any:
-        if not isinstance(given, dict):
-            return given
-        reading = info.context if isinstance(info.context, Reading) else Reading()
-        taken = {}
-        for name, value in given.items():
-            if value is None:
-                continue
-            if name in cls._names:
-                taken[name] = value
-            elif name in cls.refused:
-                if value is False or value in ("", [], {}):  # it asks for nothing
-                    continue
-                raise _refuse("refused_field", f"{name}={shown(value)}: {cls.refused[name]}")
-            elif name not in cls.without_effect:
-                cls._unknown(name, value, reading)
-        return taken
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        super().__pydantic_init_subclass__(**options)
-        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
-
-    @classmethod
-    def _unknown(cls, name: str, value: Any, reading: Reading) -> None:
-        if name[:_LONGEST_NAME] in reading.ignored:
-            return
-        close = get_close_matches(name[:_LONGEST_NAME], cls._names, 1, _CLOSE)
-        if close:
-            raise _refuse("unknown_field", f"{name[:_LONGEST_NAME]}={shown(value)}: did you mean {close[0]}?")
-        if reading.strict:
-            message = f"{name[:_LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
-            raise _refuse("unknown_field", message)
-        if len(reading.ignored) == LIMITS.unknown:
-            message = (
-                f"{name[:_LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
-            )
-            raise _refuse("unknown_field", message)
-        reading.ignored.add(name[:_LONGEST_NAME])
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse("number", "expected a number")
+        raise refuse("number", "expected a number")
     try:
         float(value)
     except OverflowError:
-        raise _refuse("number", "expected a finite number") from None
+        raise refuse("number", "expected a finite number") from None
     return value
 
 
 def _shallow(value: Any) -> Any:
     if depth_of(value, LIMITS.depth) > LIMITS.depth:
-        raise _refuse("too_deep", f"expected at most {LIMITS.depth} levels of nesting")
+        raise refuse("too_deep", f"expected at most {LIMITS.depth} levels of nesting")
     return value
 
 
@@ -129,18 +41,18 @@ def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _refuse("prompt", "expected a text, a list of token ids, or a list of these")
+        raise refuse("prompt", "expected a text, a list of token ids, or a list of these")
     lists = value if value and isinstance(value[0], list) else [value]
     kind = str if value and isinstance(value[0], str) else int
     num_prompts = len(lists) if lists is value else len(value) if kind is str else 1
     if num_prompts > LIMITS.prompts:
-        raise _refuse("prompt", f"{num_prompts} prompts: expected at most {LIMITS.prompts}")
+        raise refuse("prompt", f"{num_prompts} prompts: expected at most {LIMITS.prompts}")
     for items in lists:
         if not isinstance(items, list):
-            raise _refuse("prompt", f"{shown(items)} stands among lists: expected only lists of token ids")
+            raise refuse("prompt", f"{shown(items)} stands among lists: expected only lists of token ids")
         if (place := _first_other(items, kind)) is not None:
             expected = "only texts, as the first item" if kind is str else "token ids"
-            raise _refuse("prompt", f"item {place} is {shown(items[place])}: expected {expected}")
+            raise refuse("prompt", f"item {place} is {shown(items[place])}: expected {expected}")
     return value
 
 
@@ -158,7 +70,7 @@ def _by_token_id(bias: dict[str, float]) -> dict[int, float]:
     """Biases by token id: JSON has texts as names."""
     found = {int(name): value for name, value in bias.items() if name.isascii() and name.isdecimal()}
     if len(found) < len(bias):
-        raise _refuse("token_ids", "expected token ids as keys, each of them once")
+        raise refuse("token_ids", "expected token ids as keys, each of them once")
     return found
 
 
@@ -305,7 +217,7 @@ class CompletionRequest(Sampling):
 
 def _text_type(given: Any) -> Any:
     if isinstance(given, str) and given not in ("text", "refusal"):
-        raise _refuse("part", "expected 'text'; this server reads no images, sounds or files")
+        raise refuse("part", "expected 'text'; this server reads no images, sounds or files")
     return given
 
 
@@ -320,13 +232,13 @@ class TextPart(Body):
 
 def _function_type(given: Any) -> Any:
     if isinstance(given, str) and given != "function":
-        raise _refuse("other_tool", "expected 'function'; this server has no tools of another kind")
+        raise refuse("other_tool", "expected 'function'; this server has no tools of another kind")
     return given
 
 
 def _choice_type(given: Any) -> Any:
     if given == "allowed_tools":
-        raise _refuse("allowed_tools", "expected 'auto' or 'required' as tool_choice, and only tools that are allowed")
+        raise refuse("allowed_tools", "expected 'auto' or 'required' as tool_choice, and only tools that are allowed")
     return given
 
 
@@ -401,7 +313,7 @@ Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools, fail_fast=True)]
 
 def _function_call(given: Any) -> Any:
     if given not in ("none", "auto"):
-        raise _refuse("function_call", "expected tool_choice instead")
+        raise refuse("function_call", "expected tool_choice instead")
     return given
 
 

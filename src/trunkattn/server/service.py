@@ -16,6 +16,7 @@ from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import ChatOptions, read_arguments, render_template
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
+from trunkattn.server.body import Reading
 from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
 from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
@@ -25,7 +26,7 @@ from trunkattn.server.lanes import Lanes, Rest, no_rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.protocol import Message, Reading, Sampling, Tool
+from trunkattn.server.protocol import Message, Sampling, Tool
 from trunkattn.server.report import request_line
 from trunkattn.server.streaming import Progress
 from trunkattn.server.template_clock import template_clock
