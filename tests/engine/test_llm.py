@@ -56,7 +56,11 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
     ([[1], 7.5], SHORT, "prompts[1]=7.5"),
     ([[1], {"text": "a"}], SHORT, "prompts[1] has the keys ['text']"),
     ([[1], {"prompt": "a", "prompt_token_ids": [1]}], SHORT, "expected one of prompt and prompt_token_ids"),
-    ([[1], {"prompt_token_ids": [1], "cache_salt": "a"}], SHORT, "alone, because nothing reads 'cache_salt'"),
+    (
+        [[1], {"prompt_token_ids": [1], "cache_salt": "a"}],
+        SHORT,
+        "expected only prompt or prompt_token_ids, because nothing reads",
+    ),
     ([[1], {5: 6, "prompt": "a"}], SHORT, "prompts[1] has the keys [5, 'prompt']"),
     ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
     ([[1], [2]], [SHORT, {"n": 1}], "sampling_params[1]={'n': 1}: expected SamplingParams"),
