@@ -176,7 +176,7 @@ def test_latent_attention_on_a_cpu_is_refused(fake: FakeVllm) -> None:
     register()
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_MLA")
-    one_line(error, "MLA", "NVIDIA GPUs alone", "leave attention_backend out")
+    one_line(error, "MLA", "only on NVIDIA GPUs", "leave attention_backend out")
 
 
 def choose(fake: FakeVllm, name: str) -> None:
@@ -192,7 +192,7 @@ def test_the_name_of_latent_attention_is_not_for_other_layers(fake: FakeVllm) ->
     one_line(error, "attention_backend=TRUNK_MLA", "choose CUSTOM", "backend_per_kind")
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_MLA")
-    one_line(error, "NVIDIA GPUs alone")
+    one_line(error, "only on NVIDIA GPUs")
 
 
 @pytest.mark.parametrize("fake", [{"platform": "cuda", "backend": "CUSTOM"}], indirect=True)
