@@ -9,12 +9,14 @@ stop, slow or fill a server: bodies that are large, deep or wrong, lists without
 overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
 pause longer than half a second, and no /health later than a fifth. Last come the clients of `serve_load`, while all of
 it is sent again and again. The machine must be idle: what else it does pauses the witness too, so that the script first
-measures the pauses of a witness by itself. The result is written after every kind.
+measures the pauses of a witness by itself. What sends has the lowest priority for the same reason. The result is
+written after every kind.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -54,6 +56,7 @@ MAX_PAUSE_S: Final = 0.5
 MAX_HEALTH_S: Final = 0.2
 IDLE_CONNECTIONS: Final = 500
 LIVE_PAGES: Final = 100
+LOWEST_PRIORITY: Final = 19
 WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
 MESSAGES: Final = [{"role": "user", "content": "hi"}]
 CHAIN: Final = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
@@ -275,8 +278,8 @@ def run(folder: Path, kinds: dict[str, Act]) -> list[dict[str, Any]]:
     """Measures some kinds, and writes the result after each; a row for each."""
     rows: list[dict[str, Any]] = []
     command = ours(folder, 8206, "--max-num-batched-tokens", "256", "--max-num-seqs", "64")
-    # A process of its own sends: its work would else delay what the witness sees.
-    elsewhere = ProcessPoolExecutor(1, get_context("spawn"))
+    # A process of its own sends, and gives way to the server: hostile clients have machines of their own.
+    elsewhere = ProcessPoolExecutor(1, get_context("spawn"), os.nice, (LOWEST_PRIORITY,))
     texts: set[str] = set()
     with elsewhere, server(command, folder / "hostile.log") as (url, process):
         elsewhere.submit(hostile).result()
