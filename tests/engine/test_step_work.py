@@ -1,5 +1,6 @@
 """Work of steps, counted: no step takes longer because prompts are long, many, or known already."""
 
+from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -59,19 +60,29 @@ def test_the_work_of_tokens_is_the_sum_of_its_parts(start: int, parts: list[int]
     assert total == prices.of(start, sum(parts))
 
 
-def test_chunks_of_a_long_prompt_grow_shorter_and_take_no_more_work_than_the_first() -> None:
-    prices, budget = StepWork.of_keys(500), 64
-    scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 8, budget, keys_per_token=500)
+def chunk_lengths(scheduler: Scheduler, tokens: int, see: Callable[[ScheduledBatch], None]) -> list[int]:
+    """The lengths of the chunks in which a prompt is computed beside an answer. see: is called with each batch."""
     witness = make_request(3, max_tokens=2000, first=9000)
     scheduler.add(witness)
     step(scheduler)
-    scheduler.add(make_request(4000))
-    lengths = []
-    while sum(lengths) < 4000:
+    scheduler.add(make_request(tokens))
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
         batch = step(scheduler)
-        assert work_of(prices, batch) <= prices.of(0, budget)
         assert batch.chunks[0].request is witness, "a token of the witness in every step"
         lengths.append(batch.chunks[-1].num_tokens)
+        see(batch)
+    return lengths
+
+
+def test_chunks_of_a_long_prompt_grow_shorter_and_take_no_more_work_than_the_first() -> None:
+    prices, budget = StepWork.of_keys(500), 64
+    scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 8, budget, keys_per_token=500)
+
+    def see(batch: ScheduledBatch) -> None:
+        assert work_of(prices, batch) <= prices.of(0, budget)
+
+    lengths = chunk_lengths(scheduler, 4000, see)
     assert lengths[0] == 63 and sum(lengths) == 4000
     assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
     assert lengths[-2] < 9
@@ -217,16 +228,7 @@ def test_steps_take_the_time_that_they_may_however_fast_the_machine_is(rate: flo
 @pytest.mark.parametrize("slow", [True, False])
 def test_prompts_get_fewer_tokens_of_a_step_while_steps_take_longer_than_they_may(slow: bool) -> None:
     scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 8, 64, max_step_seconds=0.25)
-    witness = make_request(3, max_tokens=2000, first=9000)
-    scheduler.add(witness)
-    step(scheduler)
-    scheduler.add(make_request(640))
-    lengths = []
-    while sum(lengths) < 640:
-        batch = step(scheduler)
-        assert batch.chunks[0].request is witness, "a token of the witness in every step"
-        lengths.append(batch.chunks[-1].num_tokens)
-        scheduler.timed(batch, 1.0 if slow else 0.001)
+    lengths = chunk_lengths(scheduler, 640, lambda batch: scheduler.timed(batch, 1.0 if slow else 0.001))
     assert set(lengths[:-1]) == {3} if slow else lengths[:5] == [3, 7, 15, 31, 63]
 
 
