@@ -127,6 +127,27 @@ def test_one_weight_has_one_value(folder: Path, name: str) -> None:
         LLM(folder, num_pages=16)
 
 
+def test_weights_that_are_tied_have_one_value(folder: Path) -> None:
+    """transformers unties weights that differ, and other engines drop one: which is meant, only the user knows."""
+    plain = LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    change(folder, {}, {"tie_word_embeddings": True})
+    with pytest.raises(ValueError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight.* value for each"):
+        LLM(folder, num_pages=16)
+    change(folder, {}, {"tie_word_embeddings": False})
+    assert LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids == plain
+
+
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_may_be_stored_under_either_name(folder: Path, left_out: str) -> None:
+    saved = load_file(folder / "model.safetensors")
+    both = {name: saved["lm_head.weight"].clone() for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    change(folder, both, {"tie_word_embeddings": True})
+    plain = LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    kept = {name: tensor for name, tensor in {**saved, **both}.items() if name != left_out}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    assert LLM(folder, num_pages=16).generate(PROMPT, GREEDY)[0].outputs[0].token_ids == plain
+
+
 def test_parts_of_one_weight_may_differ(tiny_model: Callable[[str], Any]) -> None:
     """Experts, each a tensor of the file, are one weight of the model."""
     path = tiny_model("glm4_moe_lite").path

@@ -200,6 +200,7 @@ def _saved_model(info: ModelInfo) -> Any:
     _check_names(files, loading["missing_keys"], "lack", "every weight of the model")
     _check_names(files, loading["unexpected_keys"], "hold", "no tensor that the model of its configuration has not")
     _check_one_name_each(files, model)
+    _check_ties(files, model)
     return model
 
 
@@ -216,6 +217,20 @@ def _check_one_name_each(files: ModelFiles, model: Any) -> None:
             names.setdefault(weight if weight in weights else name, []).append(name)
     for weight, both in names.items():
         check_one_value(files, both, weight)
+
+
+def _check_ties(files: ModelFiles, model: Any) -> None:
+    """Raises ValueError if the files hold two values of weights that the configuration ties.
+
+    transformers does not tie them then, and other engines drop one of the two.
+    """
+    for tied, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(tied) is not model.get_parameter_or_buffer(source):
+            raise ValueError(
+                f"model={str(files.path)!r}: its configuration ties {tied} to {source}, and its files hold another "
+                f"value for each; set tie_word_embeddings to false in its config.json if both are meant, or else "
+                f"remove {tied} from its files"
+            )
 
 
 def _check_names(files: ModelFiles, names: Iterable[str], what: str, expected: str) -> None:
