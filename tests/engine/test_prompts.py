@@ -56,6 +56,62 @@ def test_tools_and_variables_reach_the_template(llm: LLM, monkeypatch: pytest.Mo
     assert llm.tokenizer.decode(output.prompt_token_ids) == "weather;calm Name a river."
 
 
+ALL = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SHOWS_TOOLS = {
+    "anywhere": "{{ tools }}" + ALL,
+    "after a default": "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}" + ALL,
+    "beside the last question": "{% for m in messages %}{% if loop.last and m.role == 'user' and tools %}{{ tools }}"
+    "{% endif %}{{ m.content }}{% endfor %}",
+    "in a macro": "{% macro list() %}{{ tools }}{% endmacro %}{{ list() }}" + ALL,
+    "in one of two templates": {"default": ALL, "tool_use": "{{ tools }}" + ALL},
+}
+
+
+@pytest.mark.parametrize("place", SHOWS_TOOLS)
+def test_tools_pass_if_the_template_reads_them_anywhere(llm: LLM, monkeypatch: Any, place: str) -> None:
+    """A template may show tools beside the question only: the turn after a call has none, as the model was trained."""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", SHOWS_TOOLS[place])
+    assert "weather" in rendered(llm, [USER], tools=[TOOL])
+    rendered(llm, [USER, ASSISTANT], tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    "template", [ALL, ALL + "{{ messages[0].tools }}", "{% macro m(tools) %}{{ tools }}{% endmacro %}{{ m(1) }}" + ALL]
+)
+def test_tools_that_the_template_never_reads_are_refused(llm: LLM, monkeypatch: Any, template: str) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    for ask in (llm.chat, llm.render_chat):
+        with pytest.raises(ValueError, match=r"^tools: the model's chat template reads none"):
+            ask([USER], tools=[TOOL])
+    assert rendered(llm, [USER], tools=[]) == rendered(llm, [USER])
+
+
+def test_a_variable_that_the_template_never_reads_is_refused(llm: LLM, monkeypatch: Any) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ eos_token }}{{ mood or tone }}" + ALL)
+    assert rendered(llm, [USER], chat_template_kwargs={"tone": "calm "}).endswith("calm Name a river.")
+    with pytest.raises(ValueError, match=r"kwargs\.mod: the .* never reads it; .* which are mood, tone$"):
+        llm.chat([USER], chat_template_kwargs={"tone": "calm", "mod": "calm"})
+    monkeypatch.setattr(llm.tokenizer, "chat_template", ALL)
+    with pytest.raises(ValueError, match=r"kwargs\.mood: the .* never reads it; it has no variables, so leave it out$"):
+        llm.chat([USER], chat_template_kwargs={"mood": "calm"})
+
+
+def test_a_tokenizer_that_fills_templates_itself_may_read_anything(llm: LLM, monkeypatch: Any) -> None:
+    def fill(messages: Any, tools: Any = None, **options: Any) -> str:
+        return f"{tools[0]['function']['name']} {options['mood']}"
+
+    own = type("Own", (type(llm.tokenizer),), {"apply_chat_template": staticmethod(fill)})
+    monkeypatch.setattr(llm.tokenizer, "__class__", own)
+    assert rendered(llm, [USER], tools=[TOOL], chat_template_kwargs={"mood": "calm"}) == "weather calm"
+
+
+@pytest.mark.parametrize("template", ["{% if %}", {"tool_use": ALL}])
+def test_a_damaged_template_says_what_is_wrong_with_it(llm: LLM, monkeypatch: Any, template: Any) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="the model's chat template refuses it"):
+        llm.chat([USER], chat_template_kwargs={"mood": "calm"})
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
 def test_a_call_of_a_history_is_what_the_server_makes_of_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: Any

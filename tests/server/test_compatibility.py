@@ -153,6 +153,62 @@ def test_unknown_names_are_logged_once_or_refused(
     assert strict.post(COMPLETE, {"prompt": "x", "max_tokens": 1, "store": False}).status_code == 200
 
 
+ONLY_TEXTS = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}"
+FORCED: list[Any] = ["required", {"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_tools_that_the_model_would_not_see_are_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    body = {"messages": [USER], "tools": [TOOL]}
+    assert server.post(path, body).status_code == 200
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    refused = server.post(path, body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "tools") and "template reads none" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["none", *FORCED], ids=str)
+def test_tools_pass_if_nothing_has_to_show_them(server: Server, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    """A forced call follows the tools' schemas by the form of its answer; libraries ask for objects that way."""
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    function = {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": [USER], "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
+    (answer,) = server.post(CHAT, body).json()["choices"]
+    assert choice == "none" or answer["message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_variables_of_other_templates_are_logged_or_refused(
+    server: Server,
+    start_server: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    strict = start_server(strict_requests=True)
+    for one in (server, strict):
+        monkeypatch.setattr(one.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    body = {"messages": [USER], "max_tokens": 1, "chat_template_kwargs": {"mood": "calm", "enable_thinking": False}}
+    with caplog.at_level(logging.INFO, "trunkattn"):
+        answer = server.post(CHAT, body)
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len("hicalm")
+    lines = [record.getMessage() for record in caplog.records if "Ignored" in record.getMessage()]
+    assert lines == ["Ignored variables that the chat template does not read: 'enable_thinking'"]
+    misspelt = body | {"chat_template_kwargs": {"moood": "calm"}}
+    for one, sent, name in (
+        (strict, body, "enable_thinking"),
+        (strict, misspelt, "moood"),
+        (server, misspelt, "moood"),
+    ):
+        refused = one.post(CHAT, sent)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, f"chat_template_kwargs.{name}")
+        assert "expected one of its variables, which are mood" in error["message"]
+    many = server.post(CHAT, body | {"chat_template_kwargs": dict.fromkeys(map(str, range(65)), 1)})
+    assert many.status_code == 400 and "names 65 variables that the model's" in many.json()["error"]["message"]
+
+
 def test_echo_with_logprobs_scores_the_prompt(server: Server, reference: LLM) -> None:
     prompt = list(b"Which part is read?")
     body = {"prompt": [prompt], "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import signature
 from numbers import Integral
 from typing import Any, Final
 
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from trunkattn.engine.config import check_bool, check_text, shown
 
@@ -26,8 +29,9 @@ class ChatOptions:
     Attributes:
         add_generation_prompt: end with the header of the assistant's next message.
         continue_final_message: end within the last message, which the answer continues.
-        tools: functions that the model may call, as JSON schemas in OpenAI's form.
-        chat_template_kwargs: further variables of the model's chat template, and none of `RESERVED`.
+        tools: functions that the model may call, as JSON schemas in OpenAI's form. Only a chat template that reads them
+            can show them to the model.
+        chat_template_kwargs: further variables that the model's chat template reads, and none of `RESERVED`.
 
     Raises:
         TypeError, ValueError: naming the option, its value and what is expected.
@@ -124,17 +128,59 @@ def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptio
     """A conversation as a text, by the tokenizer's chat template.
 
     Raises:
-        TypeError, ValueError: naming the bad message by `name` and its position, or the model has no chat template.
+        TypeError, ValueError: naming the bad message by `name` and its position, or an option that the template does
+            not read; or the model has no chat template.
     """
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError(f"{name}: the model has no chat template; expected prompts, so call generate")
     check_list(name, conversation)
     messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(conversation)]
     try:
-        return str(tokenizer.apply_chat_template(messages, **options.arguments()))
+        text = str(tokenizer.apply_chat_template(messages, **options.arguments()))
     except Exception as error:  # a template is a program, and may raise anything
         reason = shown(str(error) or type(error).__name__, most=300)[1:-1]
         raise ValueError(f"{name}={shown(conversation)}: the model's chat template refuses it: {reason}") from error
+    for unread in unread_options(tokenizer, options):
+        if unread == "tools":
+            raise ValueError(
+                "tools: the model's chat template reads none, so the model would not see them; leave them out, or use "
+                "a model whose template shows them"
+            )
+        names = ", ".join(sorted(own_variables(tokenizer, options)))
+        raise ValueError(
+            f"chat_template_kwargs.{shown(unread)[1:-1]}: the model's chat template never reads it; "
+            + (f"expected one of its variables, which are {names}" if names else "it has no variables, so leave it out")
+        )
+    return text
+
+
+def unread_options(tokenizer: Any, options: ChatOptions) -> list[str]:
+    """What the chat template would ignore: "tools" if there are tools, and names of `chat_template_kwargs`."""
+    read = _variables(tokenizer, options)
+    given = [*(["tools"] if options.tools else []), *(options.chat_template_kwargs or ())]
+    return [] if read is None else [name for name in given if name not in read]
+
+
+def own_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
+    """The variables that a chat template reads and that only `chat_template_kwargs` gives; none if that is unknown."""
+    return (_variables(tokenizer, options) or frozenset()) - RESERVED - {*tokenizer.special_tokens_map}
+
+
+def _variables(tokenizer: Any, options: ChatOptions) -> frozenset[str] | None:
+    """The variables that the chat template reads anywhere. None: that is unknown, because the tokenizer fills templates
+    by a program of its own, or because the template is damaged, which filling it reports."""
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    try:
+        return _variables_of(tokenizer.get_chat_template(tools=options.arguments()["tools"]))
+    except Exception:  # it is foreign
+        return None
+
+
+@lru_cache
+def _variables_of(template: str) -> frozenset[str]:
+    environment = _compile_jinja_template(template).environment  # it has transformers' own tags and functions
+    return frozenset(find_undeclared_variables(environment.parse(template)))
 
 
 def read_arguments(name: str, text: str) -> Any:

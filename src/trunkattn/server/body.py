@@ -1,6 +1,6 @@
 """A body of named fields, and what happens to a name that is not among them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from trunkattn.engine.config import shown
 from trunkattn.server.limits import LIMITS
 
 _CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
-_LONGEST_NAME: Final = 64
+LONGEST_NAME: Final = 64  # characters of a name in a message
 
 
 @dataclass
@@ -28,6 +28,11 @@ def refuse(kind: str, message: str) -> PydanticCustomError:
     """The error of a field. kind: its name for pydantic."""
     written = message.encode("utf-8", "replace").decode()  # pydantic quotes nothing that no encoding has
     return PydanticCustomError(kind, "{message}", {"message": written})
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that an unknown one seems to misspell, or None."""
+    return next(iter(get_close_matches(name[:LONGEST_NAME], known, 1, _CLOSE)), None)
 
 
 class Body(BaseModel):
@@ -75,17 +80,15 @@ class Body(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str, value: Any, reading: Reading) -> None:
-        if name[:_LONGEST_NAME] in reading.ignored:
+        if name[:LONGEST_NAME] in reading.ignored:
             return
-        close = get_close_matches(name[:_LONGEST_NAME], cls._names, 1, _CLOSE)
-        if close:
-            raise refuse("unknown_field", f"{name[:_LONGEST_NAME]}={shown(value)}: did you mean {close[0]}?")
+        close = closest(name, cls._names)
+        if close is not None:
+            raise refuse("unknown_field", f"{name[:LONGEST_NAME]}={shown(value)}: did you mean {close}?")
         if reading.strict:
-            message = f"{name[:_LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
+            message = f"{name[:LONGEST_NAME]}={shown(value)}: there is no such field; leave it out"
             raise refuse("unknown_field", message)
         if len(reading.ignored) == LIMITS.unknown:
-            message = (
-                f"{name[:_LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
-            )
+            message = f"{name[:LONGEST_NAME]}={shown(value)}: expected at most {LIMITS.unknown} names that do not exist"
             raise refuse("unknown_field", message)
-        reading.ignored.add(name[:_LONGEST_NAME])
+        reading.ignored.add(name[:LONGEST_NAME])

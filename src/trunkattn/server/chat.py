@@ -51,6 +51,7 @@ class Chat:
             self._caller.num_bytes,
             (body.tools or ()) if self._may_call else (),
             params.truncate_prompt_tokens is not None,
+            self._calls_are_forced,
             chat_template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -13,10 +13,10 @@ from trunkattn.engine.engine import CheckedRequest
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.prompts import ChatOptions, read_arguments, render_template
+from trunkattn.engine.prompts import ChatOptions, own_variables, read_arguments, render_template, unread_options
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
-from trunkattn.server.body import Reading
+from trunkattn.server.body import LONGEST_NAME, Reading, closest
 from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
 from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
@@ -129,6 +129,7 @@ class Service:
         num_bytes: int,
         tools: Sequence[Tool] = (),
         truncates: bool = False,
+        calls_are_forced: bool = False,
         **options: Any,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
@@ -138,6 +139,7 @@ class Service:
             num_bytes: of the body.
             tools: functions that the model may call.
             truncates: see `tokens`.
+            calls_are_forced: the form of the answer follows the tools, even if the model does not see them.
             options: fields of `ChatOptions`.
         """
 
@@ -147,10 +149,31 @@ class Service:
                 conversation = [_message(message, place, rest) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
                 chat = ChatOptions(tools=described or None, **options)
+                chat = self._readable(chat, calls_are_forced)
                 with template_clock(LIMITS.template_seconds, rest):
                     return render_template(self.llm.tokenizer, conversation, chat)
 
         return await self.tokens(await self.lanes.run(num_bytes, render), "messages", False, truncates)
+
+    def _readable(self, chat: ChatOptions, calls_are_forced: bool) -> ChatOptions:
+        """The options without those that the chat template does not read and that a request may have nevertheless: the
+        tools of a forced call, and variables of other templates, unless requests are strict. Those go into the log."""
+        tokenizer = self.llm.tokenizer
+        unread = [] if tokenizer is None else unread_options(tokenizer, chat)
+        if "tools" in unread and calls_are_forced:
+            chat = replace(chat, tools=None)
+        if self.options.strict_requests or not unread:
+            return chat
+        if len(unread) > LIMITS.unknown:  # each is compared with all that the template reads
+            message = f"chat_template_kwargs names {len(unread)} variables that the model's chat template never reads"
+            raise BadRequest(f"{message}: expected at most {LIMITS.unknown}", "chat_template_kwargs")
+        known = own_variables(tokenizer, chat)
+        foreign = {name for name in unread if name != "tools" and closest(name, known) is None}
+        if foreign:
+            names = ", ".join(sorted(repr(name[:LONGEST_NAME]) for name in foreign))
+            _LOG.info("Ignored variables that the chat template does not read: %s", names)
+        kept = {name: value for name, value in (chat.chat_template_kwargs or {}).items() if name not in foreign}
+        return replace(chat, chat_template_kwargs=kept)
 
     async def text(self, token_ids: list[int]) -> str:
         """The text of token ids."""
