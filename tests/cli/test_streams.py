@@ -56,6 +56,40 @@ def test_what_is_wrong_is_refused_before_torch_is_loaded(arguments: list[str], t
     assert log.read_text(encoding="utf-8") == json.dumps(ROW)
 
 
+COMMANDS = ("--version", "--help", "demo", "generate MODEL --prompt x", "analyze LOG", "explain 1,4_16,16", "doctor")
+
+
+@pytest.mark.parametrize("arguments", [*COMMANDS, "doctor --json", "serve --help"])
+@pytest.mark.parametrize("redirection", [">&-", "1</dev/null"])
+def test_a_command_does_no_work_for_a_result_that_nobody_can_read(arguments: str, redirection: str) -> None:
+    line = f"exec '{sys.executable}' -X importtime -m trunkattn {arguments} {redirection}"
+    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, timeout=300)
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 1 and len(told) == 1
+    assert "standard output is closed or cannot be written" in told[0] and "| torch" not in done.stderr
+
+
+def test_without_the_libraries_doctor_tells_the_same() -> None:
+    program = "import trunkattn.cli as cli; cli.LIBRARIES = ('no_such_library',); cli.main()"
+    line = f"'{sys.executable}' -c \"{program}\" doctor"
+    for redirection, expected in ((">&-", "standard output is closed"), (">/dev/full", "is full")):
+        done = subprocess.run(f"{line} {redirection}", shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False) and expected in done.stderr
+
+
+def test_a_server_needs_no_standard_output(tmp_path: Path) -> None:
+    """Its answers go elsewhere, so it goes on to look for the model."""
+    line = f"'{sys.executable}' -m trunkattn serve nowhere >&-"
+    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere" in done.stderr
+
+
+def test_a_file_that_may_not_grow_is_told_in_a_line(tmp_path: Path) -> None:
+    line = f"ulimit -f 1; '{sys.executable}' -m trunkattn analyze --help > {tmp_path / 'help'}"
+    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "File too large" in done.stderr
+
+
 def test_a_full_disk_is_told_in_a_line() -> None:
     program = "import sys, trunkattn.cli as cli; cli.main()"
     with open("/dev/full", "w") as full:

@@ -10,6 +10,8 @@ from trunkattn.names import install_command
 __all__ = ["main"]
 
 LIBRARIES = ("typer", "rich")
+# A full disk or quota, a file of the largest size that is allowed, a device that fails
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -18,6 +20,31 @@ def main() -> None:
     # that they wait for. The variables are read when torch is loaded.
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    is_silent = sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}  # its answers go elsewhere
+    if not is_silent and not _takes_output():
+        sys.exit(
+            "trunkattn: standard output is closed or cannot be written, so the result would be lost: send it to a "
+            "file, or to /dev/null if nobody needs it"
+        )
+    try:
+        _run()
+    except OSError as error:
+        if error.errno not in WRITE_ERRORS or error.filename is not None:  # it is no result that cannot be written
+            raise
+        reason = "is full" if error.errno == errno.ENOSPC else f"takes no more ({error.strerror})"
+        sys.exit(f"trunkattn: the disk or file that it writes to {reason}: make room, or write to another one")
+
+
+def _takes_output() -> bool:
+    """Whether standard output is open for writing. Python has none if the number is no file's."""
+    try:
+        return sys.stdout is not None and os.write(1, b"") == 0
+    except OSError as error:  # a full disk is told when something is written
+        return error.errno != errno.EBADF
+
+
+def _run() -> None:
+    """Runs the command, or as much of it as runs without the libraries that draw tables."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing and sys.argv[1:2] == ["doctor"]:
         from trunkattn.cli.doctor import run_plainly
@@ -29,9 +56,4 @@ def main() -> None:
     from trunkattn.cli.streams import prepare_standard_streams
 
     prepare_standard_streams()
-    try:
-        app()
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        sys.exit("trunkattn: the disk that it writes to is full: make room, or write to another one")
+    app()

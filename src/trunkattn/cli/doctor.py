@@ -85,7 +85,7 @@ def run_plainly(as_json: bool) -> int:
     """Prints the report without the packages that draw tables, if only the library is installed. Returns the exit
     code."""
     report = examine()
-    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(plain_lines(report)))
+    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(plain_lines(report)), flush=True)
     return 0 if report.healthy else 1
 
 
