@@ -178,3 +178,20 @@ def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
             "merge_ranges",
         ):
             assert np.array_equal(*(getattr(each, name) for each in lists)), name
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("before", [1, 3, 17])
+def test_a_key_that_is_not_finite_reaches_nobody_from_before_a_window(batch_invariant: bool, before: int) -> None:
+    """Without batch invariance, nor does a value. With it, blocks begin at fixed tokens, and only logits are masked."""
+    batch = tree_batch(parse_tree("1,3_160,75"), 16, row_seed=0, page_seed=1)
+    config = replace(CONFIG, batch_invariant=batch_invariant)
+    q, (k, v) = torch.randn(3, 4, 32), caches(batch, config)
+    want, _ = expected(batch, q, (k, v), sliding_window=30)
+    hidden = int(batch.seq_lens[0]) - 30 - before
+    slot = int(batch.block_table[0][hidden // 16]), hidden % 16
+    for cache in (k,) if batch_invariant else (k, v):
+        cache[slot] = math.nan
+    executor = GpuBackend(config, torch.device("cpu"))
+    out, _ = run(executor, plan(executor, batch, window=30), q, (k, v))
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
