@@ -16,8 +16,9 @@ messages of a fixed form from the engine to the API server, and a plug-in cannot
                                       nothing)
 
 All counters have the labels model_name, engine (number of the data-parallel engine), rank (number of the worker) and
-attention (full, or the window). Sum the bytes over ranks and attentions; each of them counts every step. On a GPU only
-decode rows are counted.
+attention (full, or the window). Sum the bytes over ranks and attentions; each of them counts every step. Attention
+groups that have equal windows share a label, and each of them counts every step there: no builder sees the others, and
+which of them exist is known only after all are made. On a GPU only decode rows are counted.
 """
 
 from typing import Any
