@@ -1,8 +1,8 @@
 """The backward pass of FlashAttention by recomputation (FlashAttention-2, §3.1; https://arxiv.org/abs/2307.08691).
 
-The probabilities p come again from q, k and lse, tile by tile. With delta, the row sums of dout · out: dv = pᵀ dout,
-ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, the latter two times sm_scale. A soft cap multiplies ds by its
-slope.
+The probabilities p are computed again from q, k and lse, tile by tile. The row sums of dout · out are called delta.
+Then dv = pᵀ dout, ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, and the latter two are multiplied by sm_scale.
+A soft cap multiplies ds by its slope.
 
 There are two ways. Two kernels are deterministic: one holds a block of keys and streams queries, the other holds a
 block of queries and streams keys, and both compute the scores. One pass is faster: the first kernel also adds its part
@@ -35,8 +35,8 @@ from trunkattn.training.spec import FlashTile, card_tile
 
 
 class PrepareTensors(NamedTuple):
-    """out, dout [batch, seqlen_q, num_qo_heads, head_dim of values]; the others [batch, num_qo_heads, seqlen_q] in
-    float32. dlse: None for 0."""
+    """The tensors of `prepare_kernel`. `out` and `dout` are [batch, seqlen_q, num_qo_heads, head_dim of values]. The
+    others are [batch, num_qo_heads, seqlen_q] in float32. `dlse` is None if it is 0."""
 
     out: Any
     dout: Any
@@ -47,8 +47,8 @@ class PrepareTensors(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """Two numbers for each query of a block. delta: row sums of dout · out minus dlse, because a gradient of lse adds p
-    · dlse to ds. shift: lse in base 2, or +inf for a query that sees nothing, so that its p is 0."""
+    """Two numbers for each query of a block. `delta` is the row sum of dout · out minus dlse, because a gradient of lse
+    adds p · dlse to ds. `shift` is lse in base 2, or +inf for a query that sees nothing, so that its p is 0."""
 
     delta: Any
     shift: Any
@@ -56,11 +56,12 @@ class RowValues(NamedTuple):
 
 @triton.jit
 def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`RowValues` of a block of queries from `first` on, in a sequence of `length` tokens; 0 and +inf after its end.
-    at, row_at: offsets of a head of the sequence in out and dout, and in lse and dlse."""
+    """Returns the `RowValues` of a block of queries from `first` on, in a sequence of `length` tokens. They are 0 and
+    +inf after its end. `at` is the offset of a head of the sequence in out and dout, and `row_at` is its offset in lse
+    and dlse."""
     out = load_tile(tensors.out + at, first, token_stride, length, BLOCK, WIDTH, True)
     dout = load_tile(tensors.dout + at, first, token_stride, length, BLOCK, WIDTH, True)
-    if tensors.out.dtype.element_ty == tl.float32:  # summed as dout vᵀ is: for a query of one key both then cancel
+    if tensors.out.dtype.element_ty == tl.float32:  # It is summed as dout vᵀ is, so that both cancel for one key.
         products = tl.dot(dout, tl.trans(out), input_precision="ieee")
         diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
         delta = tl.sum(tl.where(diagonal, products, 0.0), 1)
@@ -110,10 +111,14 @@ def backward(
     deterministic: bool,
     tiles: dict[str, FlashTile] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, contiguous, and dsinks, which is empty without sinks, from the gradients of out and of lse, None
-    for 0, and q, k, v, out and lse of `forward`; as there.
+    """Returns dq, dk and dv, which are contiguous, and dsinks, which is empty without sinks.
 
-    deterministic: two kernels, bit-equal over repeated runs; else one pass. tiles: by pass, None for the table's.
+    Args:
+        gradients: of out and of lse. The latter is None if it is 0.
+        saved: q, k, v, out and lse of `forward`, with the shapes that they have there.
+        sequences: those of `forward`.
+        deterministic: two kernels compute gradients that are bit-equal over repeated runs. Otherwise one pass does.
+        tiles: the tile of each pass. None takes those of the table.
     """
     q, k, v = with_last_contiguous(*saved[:3])
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
@@ -145,7 +150,7 @@ def _bind(
     deterministic: bool,
     tiles: dict[str, FlashTile],
 ) -> _Bound:
-    """The launches for tensors and sequences of these kinds."""
+    """Returns the launches for tensors and sequences of these kinds."""
     name = "keys" if deterministic else "one_pass"
     keys_tile, queries_tile = (tiles.get(each) or card_tile(each, q, v) for each in (name, "queries"))
     q, k, v = (with_batch(tensor, sequences) for tensor in (q, k, v))

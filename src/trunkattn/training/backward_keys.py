@@ -1,4 +1,4 @@
-"""The gradients of keys and values, and in one pass those of queries (see `backward`).
+"""The kernel for the gradients of keys and values, which in one pass also adds up those of queries (see `backward`).
 
 A CTA holds a block of keys and values and streams the queries that see it.
 """
@@ -30,7 +30,7 @@ from trunkattn.training.spec import FlashTile
 
 
 class KeysTensors(NamedTuple):
-    """Tensors of `keys_kernel`, with shapes as in `ForwardTensors`; gradients are contiguous."""
+    """The tensors of `keys_kernel`. They have shapes as in `ForwardTensors`, and gradients are contiguous."""
 
     q: Any
     k: Any
@@ -44,8 +44,8 @@ class KeysTensors(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys [N, D] and values [N, head_dim of values], and the number of each key in its sequence, which has
-    `length` tokens. depth_end: in a tree with a window the depth from which on no query sees a key of the block."""
+    """A block of keys [N, D] and values [N, head_dim of values], and the number `n` of each key in its sequence, which
+    has `length` tokens. In a tree with a window, no query sees a key of the block from depth `depth_end` on."""
 
     k: Any
     v: Any
@@ -55,7 +55,7 @@ class KeyBlock(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Sums over queries [N, D], float32; dk not yet times sm_scale."""
+    """Sums over queries [N, D] in float32. `dk` is not yet multiplied by sm_scale."""
 
     dk: Any
     dv: Any
@@ -72,8 +72,8 @@ class QueryHead(NamedTuple):
 
 
 class QuerySide(NamedTuple):
-    """What the queries of a sequence have in common: strides of q, of a token in dout and in dq and of a head in shift
-    and delta, and the numbers of queries and of keys."""
+    """What the queries of a sequence have in common: the strides of q, the strides of a token in dout and dq and of a
+    head in shift and delta, and the numbers of queries and of keys."""
 
     q_head: Any
     q_token: Any
@@ -141,7 +141,7 @@ def _add_group(
     VARIANT: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Adds queries [begin, end) of every head of a group. head: the first one."""
+    """Adds queries [begin, end) of every head of a group. `head` is the first one."""
     steps = tl.cdiv(tl.maximum(end - begin, 0), TILE.block_m)
     for step in tl.range(0, SHAPE.group_size * steps):
         member, first = step // steps, begin + step % steps * TILE.block_m
@@ -164,7 +164,7 @@ def _add_group(
 
 @triton.jit
 def seen_by(batch, n, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.constexpr):
-    """`Ranges` of the queries that see a block of keys, numbers n from `first` on."""
+    """Returns the `Ranges` of the queries that see a block of keys, which have numbers `n` from `first` on."""
     BLOCK_M: tl.constexpr = TILE.block_m
     offset = len_k - len_q
     last = first + TILE.block_n - 1
@@ -205,8 +205,9 @@ def keys_kernel(
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """dk and dv of CTA (batch, KV head, block of keys), block fastest. The first blocks, which most causal queries see,
-    go first. It sums over the heads of a group in registers. In one pass dq holds zeros in float32 before."""
+    """Writes dk and dv of this CTA's batch, KV head and block of keys, of which the block is the fastest index. The
+    first blocks, which most causal queries see, go first. The kernel sums over the heads of a group in registers. In
+    one pass it adds to dq, which holds zeros in float32 before."""
     KEYS: tl.constexpr = SHAPE.keys
     VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -272,7 +273,8 @@ def keys_kernel(
 
 
 def bind_key_gradients(given: Arguments, k: torch.Tensor, tile: FlashTile, one_pass: bool) -> BoundLaunch:
-    """The launch that writes dk and dv of k [batch, ...]; in one pass it also adds to dq, float32 zeros."""
+    """Returns the launch that writes dk and dv of k [batch, ...]. In one pass it also adds to dq, which holds float32
+    zeros."""
     num_ctas = given.batch.num_blocks * k.shape[2] * k.shape[0]
     variant = given.variant._replace(sinks=False, one_pass=one_pass)
     return bind_pass(keys_kernel, num_ctas, given, tile, variant)

@@ -1,4 +1,4 @@
-"""The gradients of queries, in the deterministic backward pass (see `backward`).
+"""The kernel for the gradients of queries in the deterministic backward pass (see `backward`).
 
 A CTA holds a block of queries and streams the keys that it sees.
 """
@@ -29,7 +29,7 @@ from trunkattn.training.spec import FlashTile
 
 
 class QueriesTensors(NamedTuple):
-    """Tensors of `queries_kernel`, with shapes as in `ForwardTensors`; gradients are contiguous."""
+    """The tensors of `queries_kernel`. They have shapes as in `ForwardTensors`, and gradients are contiguous."""
 
     q: Any
     k: Any
@@ -41,7 +41,7 @@ class QueriesTensors(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A block of queries: q [M, D] and dout [M, head_dim of values], shift and delta [M]."""
+    """A block of queries. `q` is [M, D], `dout` is [M, head_dim of values], and `shift` and `delta` are [M]."""
 
     q: Any
     dout: Any
@@ -90,7 +90,7 @@ def queries_kernel(
     TILE: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """dq of one block of queries; see `find_queries`."""
+    """Writes dq of one block of queries, which `find_queries` finds."""
     KEYS: tl.constexpr = SHAPE.keys
     VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -115,6 +115,6 @@ def queries_kernel(
 
 
 def bind_query_gradients(given: Arguments, q: torch.Tensor, tile: FlashTile) -> BoundLaunch:
-    """The launch that writes dq of q [batch, ...]."""
+    """Returns the launch that writes dq of q [batch, ...]."""
     num_ctas = given.batch.num_blocks * q.shape[2] * q.shape[0]
     return bind_pass(queries_kernel, num_ctas, given, tile, given.variant._replace(sinks=False, even_q=False))

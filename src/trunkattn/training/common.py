@@ -14,7 +14,7 @@ from trunkattn.training.spec import FlashTile
 
 
 class Strides(NamedTuple):
-    """Strides of q, k and v, in elements; the head dimension is contiguous. All other tensors are contiguous."""
+    """Strides of q, k and v, in elements. The head dimension is contiguous, and so are all other tensors."""
 
     q_batch: Any
     q_token: Any
@@ -28,9 +28,9 @@ class Strides(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The sequences of a launch. cu_seqlens_q and cu_seqlens_k are None unless sequences are packed. The tables of a
-    tree (see `TreeTables`) are None without one. window: `sliding_window`, or `UNLIMITED`. seqlen_q, seqlen_k: tokens
-    of the tensors. num_blocks: blocks of each head; a CTA computes one block."""
+    """The sequences of a launch. `cu_seqlens_q` and `cu_seqlens_k` are None unless sequences are packed. The tables of
+    a tree (see `TreeTables`) are None without one. `window` is `sliding_window`, or `UNLIMITED`. `seqlen_q` and
+    `seqlen_k` count the tokens of the tensors. Each head has `num_blocks` blocks, and a CTA computes one of them."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -47,14 +47,15 @@ class Batch(NamedTuple):
 
 
 class Width(NamedTuple):
-    """Elements of a key or a value of one head, and of the tile that holds them."""
+    """The elements of a key or a value of one head, and those of the tile that holds them."""
 
     dim: int
     padded: int
 
 
 class Shape(NamedTuple):
-    """Constants of an attention. keys: of queries and keys. precision: of matrix products of float32."""
+    """Constants of an attention. `keys` is the width of queries and keys. `precision` is that of matrix products of
+    float32."""
 
     group_size: int
     keys: Width
@@ -63,8 +64,8 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Constants that turn code on. even_q, even_k: every block of queries, or of keys, is full. one_pass: the kernel
-    for the gradients of keys also adds to dq."""
+    """Constants that turn code on. `even_q` and `even_k` say that every block of queries, or of keys, is full. With
+    `one_pass` the kernel for the gradients of keys also adds to dq."""
 
     causal: bool
     packed: bool
@@ -78,7 +79,7 @@ class Variant(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of the logits: log2 is sm_scale · log2(e), soft_cap the largest logit, or 0."""
+    """Scales of the logits. `log2` is sm_scale · log2(e). `soft_cap` is the largest logit, or 0."""
 
     log2: Any
     sm_scale: Any
@@ -86,8 +87,8 @@ class Scales(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of one head of a sequence: pointers to the first, strides of a token, and the number of
-    tokens."""
+    """Keys and values of one head of a sequence. The fields are pointers to the first ones, the strides of a token, and
+    the number of tokens."""
 
     k: Any
     v: Any
@@ -97,8 +98,8 @@ class Keys(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries of one head. first: its first query, counted in its sequence. The sequence begins at token
-    `begin` of the tensors and has `length` tokens. q: pointer to the sequence's first query."""
+    """A block of queries of one head. `first` is its first query, counted in its sequence, and `q` points to the
+    sequence's first query. The sequence begins at token `begin` of the tensors and has `length` tokens."""
 
     q: Any
     first: Any
@@ -109,15 +110,16 @@ class QueryBlock(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The numbers [M] that decide which keys each query of a block sees. position: its place among the keys. depth: the
-    number of keys before it on its path, which in a tree differs from its place; set only if there is a window."""
+    """The numbers [M] that decide which keys each query of a block sees. `position` is its place among the keys.
+    `depth` is the number of keys before it on its path, which in a tree differs from its place. It is set only if there
+    is a window."""
 
     position: Any
     depth: Any
 
 
 class Depths(NamedTuple):
-    """The least and the largest depth of a block of queries in a tree; set only if there is a window."""
+    """The least and the largest depth of a block of queries in a tree. They are set only if there is a window."""
 
     least: Any
     largest: Any
@@ -134,8 +136,8 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def find_sequence(block, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
-    """(sequence, number of the block in it) of a block of packed sequences. The blocks of sequence i begin at number
-    cu_seqlens[i] // BLOCK + i: as many as it needs, and sometimes one more."""
+    """Returns the sequence of a block of packed sequences, and the number of the block in it. The blocks of sequence i
+    begin at number cu_seqlens[i] // BLOCK + i. There are as many as it needs, and sometimes one more."""
     low, high = 0, num_sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -163,7 +165,7 @@ def sequence_range_32(cu_seqlens, sequence, tokens):
 
 @triton.jit
 def load_tile(base, first, stride, end, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """Loads rows [first, first + BLOCK) of a head, 0 from row `end` on. It masks only if necessary."""
+    """Loads rows [first, first + BLOCK) of a head, which are 0 from row `end` on. It masks only if necessary."""
     rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH.padded)[None, :]
     pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + columns
     if MASK_ROWS:
@@ -184,7 +186,8 @@ def store_tile(base, first, stride, end, tile, WIDTH: tl.constexpr):
 
 @triton.jit
 def sees(batch, n, length, position, depth, VARIANT: tl.constexpr):
-    """Whether queries see keys n of a sequence of `length`. position, depth: see `Rows`; they broadcast with n."""
+    """Returns whether queries see keys `n` of a sequence of `length` tokens. `position` and `depth`, which `Rows`
+    explains, broadcast with `n`."""
     seen = n < length
     if VARIANT.causal:
         seen = seen & (n <= position)
@@ -202,7 +205,7 @@ def sees(batch, n, length, position, depth, VARIANT: tl.constexpr):
 
 @triton.jit
 def logits_of(scores, scales, VARIANT: tl.constexpr):
-    """The logits of products of queries and keys, in base 2."""
+    """Returns the logits of products of queries and keys, in base 2."""
     if VARIANT.soft_cap:
         return soft_capped(scores * scales.sm_scale, scales.soft_cap)
     else:
@@ -211,7 +214,7 @@ def logits_of(scores, scales, VARIANT: tl.constexpr):
 
 @triton.jit
 def through_cap(ds, logits, scales, VARIANT: tl.constexpr):
-    """Gradients of uncapped logits from those of capped ones: tanh' = 1 - tanh²."""
+    """Returns the gradients of uncapped logits, from those of capped ones, because tanh' = 1 - tanh²."""
     if VARIANT.soft_cap:
         tanh = logits / (scales.soft_cap * LOG2_E)
         return ds * (1.0 - tanh * tanh)
@@ -221,7 +224,8 @@ def through_cap(ds, logits, scales, VARIANT: tl.constexpr):
 
 @triton.jit
 def row_places(batch, m, length, len_k, VARIANT: tl.constexpr):
-    """`Rows` of queries m of a sequence of `length` queries and `len_k` keys. The last query sees the last key."""
+    """Returns the `Rows` of queries `m` of a sequence of `length` queries and `len_k` keys. The last query sees the
+    last key."""
     position = m + (len_k - length)
     depth = position
     if VARIANT.tree and VARIANT.window:
@@ -231,7 +235,7 @@ def row_places(batch, m, length, len_k, VARIANT: tl.constexpr):
 
 @triton.jit
 def depths_of(rows, m, length, VARIANT: tl.constexpr):
-    """`Depths` of queries m of a tree of `length` tokens."""
+    """Returns the `Depths` of queries `m` of a tree of `length` tokens."""
     if VARIANT.window:
         return Depths(tl.min(tl.where(m < length, rows.depth, 2147483647)), tl.max(rows.depth))
     else:
@@ -240,7 +244,7 @@ def depths_of(rows, m, length, VARIANT: tl.constexpr):
 
 @triton.jit
 def visible_keys(batch, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.constexpr):
-    """`Ranges` of the keys that a block of queries from `first` on sees, without a tree."""
+    """Returns the `Ranges` of the keys that a block of queries from `first` on sees if there is no tree."""
     BLOCK_N: tl.constexpr = TILE.block_n
     begin, full_begin, full_end, end = 0, 0, len_k, len_k
     last_seen = first + len_k - len_q  # by the first query
@@ -262,21 +266,21 @@ def visible_keys(batch, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.con
 
 @triton.jit
 def masked_blocks(ranges, TILE: tl.constexpr):
-    """The number of blocks of keys that need a mask."""
+    """Returns the number of blocks of keys that need a mask."""
     before, behind = ranges.full_begin - ranges.begin, tl.maximum(ranges.end - ranges.full_end, 0)
     return tl.cdiv(before, TILE.block_n) + tl.cdiv(behind, TILE.block_n)
 
 
 @triton.jit
 def masked_block(ranges, number, TILE: tl.constexpr):
-    """The first key of the masked block with this number."""
+    """Returns the first key of the masked block with this number."""
     at = ranges.begin + number * TILE.block_n
     return tl.where(at < ranges.full_begin, at, at - ranges.full_begin + ranges.full_end)
 
 
 @triton.jit
 def own_segment(batch, first, length, TILE: tl.constexpr):
-    """The keys of a tree's query block itself, as `Ranges`, and its segment."""
+    """Returns the keys of a tree's query block itself, as `Ranges`, and its segment."""
     begin = first // TILE.block_n * TILE.block_n
     end = tl.minimum(first + TILE.block_m, length)
     return Ranges(begin, begin, begin, end), tl.load(batch.segment_of + first)
@@ -284,8 +288,8 @@ def own_segment(batch, first, length, TILE: tl.constexpr):
 
 @triton.jit
 def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VARIANT: tl.constexpr):
-    """(`Ranges` of the keys of one segment above a block of queries, the segment's parent). depths: of the block, see
-    `depths_of`.
+    """Returns the `Ranges` of the keys of one segment above a block of queries, and the segment's parent. `depths` are
+    those of the block, see `depths_of`.
 
     Keys from `top` on are done. All keys that the block sees outside of itself are ancestors of its first query,
     because they come before it in pre-order and their subtrees end after it.
@@ -312,9 +316,9 @@ def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VA
 def find_queries(
     q, k, v, batch: Batch, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
 ):
-    """The queries of a CTA, and their keys. CTAs are (batch, head, block) with the block as the fastest index, so that
-    CTAs that run at the same time share keys in the L2 cache. Causal blocks begin with the last, which sees most
-    keys."""
+    """Returns the queries of a CTA, and their keys. CTAs are (batch, head, block) with the block as the fastest index,
+    so that CTAs that run at the same time share keys in the L2 cache. Causal blocks begin with the last, which sees
+    most keys."""
     block, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
     head, row = (other % batch.num_qo_heads).to(tl.int64), (other // batch.num_qo_heads).to(tl.int64)
     begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
@@ -375,7 +379,7 @@ def arguments(
 
 
 def bind_pass(kernel: Any, num_ctas: int, given: Arguments, tile: FlashTile, variant: Variant) -> BoundLaunch:
-    """The launch of a kernel of a pass, which brings its tensors and the batch."""
+    """Returns the launch of a kernel of a pass. A call brings the tensors and the batch."""
     fixed = {
         "scales": given.scales,
         "strides": given.strides,
@@ -389,7 +393,7 @@ def bind_pass(kernel: Any, num_ctas: int, given: Arguments, tile: FlashTile, var
 
 
 def with_tables(batch: Batch, sequences: Sequences) -> Batch:
-    """The batch with the tables of the sequences."""
+    """Returns the batch with the tables of the sequences."""
     if sequences.tree is not None:
         return batch._replace(**sequences.tree._asdict())
     if sequences.packed:
@@ -398,21 +402,21 @@ def with_tables(batch: Batch, sequences: Sequences) -> Batch:
 
 
 def attention_shape(group_size: int, head_dims: tuple[int, int], dtype: torch.dtype) -> Shape:
-    """The constants of an attention. head_dims: of keys and of values."""
+    """Returns the constants of an attention. `head_dims` are those of keys and of values."""
     keys, values = (Width(head_dim, padded_head_dim(head_dim)) for head_dim in head_dims)
     return Shape(group_size, keys, values, "ieee" if dtype == torch.float32 else "tf32")
 
 
 def with_last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors, or copies of those whose last dimension is not contiguous."""
+    """Returns the tensors, or copies of those whose last dimension is not contiguous."""
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
 def contiguous_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor or a contiguous copy, if there is one."""
+    """Returns the tensor or a contiguous copy, if there is one."""
     return None if tensor is None else tensor.contiguous()
 
 
 def with_batch(tensor: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim]; packed tensors and trees are a batch of 1."""
+    """Returns the tensor as [batch, tokens, heads, head_dim]. Packed tensors and trees are a batch of 1."""
     return tensor if sequences.has_batch else tensor.unsqueeze(0)

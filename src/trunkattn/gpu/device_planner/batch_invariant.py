@@ -44,9 +44,9 @@ _BLOCK: Final = 512
 
 
 class SpanSizes(NamedTuple):
-    """Constants of the kernels. tokens: the most query tokens; height: query tokens of an item; height_lanes, lanes:
-    sizes of vectors of an item's query tokens and of all spans; key_block: keys that a tile computes at once; block:
-    entries that a CTA handles at once."""
+    """Constants of the kernels. `tokens` is the most query tokens, and `height` is the query tokens of an item.
+    `height_lanes` and `lanes` are the sizes of vectors of an item's query tokens and of all spans. A tile computes
+    `key_block` keys at once, and a CTA handles `block` entries at once."""
 
     tokens: int
     height: int
@@ -59,9 +59,9 @@ class SpanSizes(NamedTuple):
 
 
 class SpanArrays(NamedTuple):
-    """Arrays of counts. ending, others, queries: for each span, its items that reach its end, its other items, and its
-    query tokens. first_slot: first partial slot of each entry. item_entry, item_span: first entry and span of each
-    item."""
+    """Arrays of counts. `ending`, `others` and `queries` say for each span how many of its items reach its end, how
+    many do not, and how many query tokens it has. `first_slot` is the first partial slot of each entry. `item_entry`
+    and `item_span` are the first entry and the span of each item."""
 
     ending: Any
     others: Any
@@ -72,8 +72,9 @@ class SpanArrays(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """A block of entries and a span. sees: it; run: the first of the entries that may be in one item; is_last: of an
-    item; and if it is: the item's first entry, the segments up to its last, and whether the span ends there."""
+    """What is known of a block of entries and a span. `sees` says whether an entry sees the span. `run` is the first of
+    the entries that may be in one item with it. `is_last` says whether it is the last of an item. If it is, the other
+    fields describe the item: its first entry, the segments up to its last one, and whether the span ends there."""
 
     sees: Any
     run: Any
@@ -95,7 +96,7 @@ def _sees(position, span, window):
 
 @triton.jit
 def _follows(at, entries, span, num_entries, window):
-    """Whether entries see a span, and whether they may be in one item with the entry before them."""
+    """Returns whether entries see a span, and whether they may be in one item with the entry before them."""
     used, before = at < num_entries, (at > 0) & (at < num_entries)
     sees = used & _sees(tl.load(entries.position + at, mask=used, other=0), span, window)
     saw = before & _sees(tl.load(entries.position + at - 1, mask=before, other=0), span, window)
@@ -107,7 +108,7 @@ def _follows(at, entries, span, num_entries, window):
 
 @triton.jit
 def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
-    """Returns the `_Scan` of a block of entries. run: the first entry of the run that reaches into the block."""
+    """Returns the `_Scan` of a block of entries. `run` is the first entry of the run that reaches into the block."""
     sees, follows = _follows(at, entries, span, num_entries, window)
     _, goes_on = _follows(at + 1, entries, span, num_entries, window)
     runs = tl.maximum(tl.associative_scan(tl.where(follows, -1, at), 0, _maximum), run)
@@ -130,7 +131,7 @@ def _scan(at, run, entries, span, num_entries, window, SIZES: tl.constexpr):
 
 @triton.jit
 def _count_items(span, entries, num_entries, window, spans, SIZES: tl.constexpr):
-    """Stores the numbers of the items that end with a span, of the others, and of its query tokens."""
+    """Stores how many items end with a span, how many others it has, and how many query tokens."""
     run, ending, others, queries = 0, 0, 0, 0
     for begin in range(0, num_entries, SIZES.block):
         scan = _scan(begin + tl.arange(0, SIZES.block), run, entries, span, num_entries, window, SIZES)
@@ -150,13 +151,13 @@ def _first_span(position, window):
 
 @triton.jit
 def _num_partials(position, window):
-    """Spans that a query token sees."""
+    """Returns how many spans a query token sees."""
     return position // _SPAN + 1 - _first_span(position, window)
 
 
 @triton.jit
 def _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZES: tl.constexpr):
-    """The query tokens that see several spans, and the first partial slot of each."""
+    """Lists the query tokens that see several spans, and the first partial slot of each."""
     merged, num_slots = 0, 0
     for begin in range(0, num_entries, SIZES.block):
         at = begin + tl.arange(0, SIZES.block)
@@ -179,7 +180,8 @@ def _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZE
 
 @triton.jit
 def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
-    """The tokens that are read if every request reads its own; those that are read, which are added up later, are 0."""
+    """Stores how many tokens are read if every request reads its own. The tokens that are read are added up later, so
+    their number begins with 0."""
     tl.store(summary, tl.zeros([], tl.int64))
     tl.store(summary + 1, tl.zeros([], tl.int64))
     tl.store(summary + 2, tokens_unshared(tables, bounds, window, SIZES))
@@ -200,7 +202,7 @@ def spans_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What each span has, one CTA for each; the last two CTAs list merges, and count tokens."""
+    """Finds what each span has, with one CTA for each span. The last two CTAs list merges and count tokens."""
     trigger_and_wait(PDL)
     num_entries = tl.load(counts_of(status).num_entries)
     others = tl.num_programs(0) - 2
@@ -214,7 +216,7 @@ def spans_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """The items of each span, and their query tokens, one CTA for each."""
+    """Writes the items of each span and their query tokens, with one CTA for each span."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _SPAN // SIZES.segment_size
     BLOCK: tl.constexpr = SIZES.block
@@ -273,9 +275,9 @@ def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, S
 def span_segments_kernel(
     tables, row_stride, window, entries, spans, plan, summary, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The segments of the items, and with which an item begins: blocks before the first that is seen are not computed.
-    What else none of its query tokens sees of a window leaves an empty segment, and so does what is left of the
-    span."""
+    """Lists the segments of the items, and the segment with which an item begins: blocks before the first one that is
+    seen are not computed. Another segment that none of the item's query tokens sees, because of a window, is empty,
+    and so are the segments that are left of the span."""
     trigger_and_wait(PDL)
     PER_ITEM: tl.constexpr = _SPAN // SIZES.segment_size
     read = tl.zeros([], tl.int64)
@@ -304,7 +306,7 @@ def span_segments_kernel(
 
 
 class InvariantPlanner(DevicePlanner):
-    """A `DevicePlanner` of batch-invariant plans. They have one tiling."""
+    """A `DevicePlanner` of batch-invariant plans, which have one tiling."""
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         capacity = self._capacity

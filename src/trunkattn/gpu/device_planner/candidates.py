@@ -46,12 +46,12 @@ class Candidates:
 
     @property
     def num_heights(self) -> int:
-        """Number of tiles of the rule."""
+        """Returns the number of tiles of the rule."""
         return len(self.costs.tiles)
 
 
 def candidates_of(rule: TilingRule) -> Candidates:
-    """The candidates of a rule."""
+    """Returns the candidates of a rule."""
     priced = rule.priced
     passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
     lowest = np.array([tiling.tall is None and tiling.low == 0 for tiling in priced.tilings], np.int32)
@@ -67,7 +67,8 @@ def candidates_of(rule: TilingRule) -> Candidates:
 
 
 def _pass_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> Pass:
-    """A launch of a candidate. A stage of -1 is no launch, and the shape of another stage stands in."""
+    """Returns a launch of a candidate. If its stage is -1 there is no launch, and the numbers of another stage fill the
+    row."""
     shape = Stage(*rule.priced.stages[max(stage, 0)].tolist())
     tile = rule.tiles[max(tile_index, 0)]
     return Pass(
@@ -83,7 +84,7 @@ def _pass_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> 
 
 
 def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
-    """The constants of the kernels for batches within a capacity."""
+    """Returns the constants of the kernels for batches within a capacity."""
     stages = [Stage(*stage) for stage in candidates.stages.tolist()]
     bounds = [bound for stage in stages for bound in (stage.least, stage.below) if 1 < bound < BIG.value]
     highest, least = max(stage.height for stage in stages), max([2, *bounds])
@@ -119,5 +120,5 @@ def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
 
 
 def power_of_two(size: int) -> int:
-    """The least one that is no smaller."""
+    """Returns the least power of two that is no smaller than `size`."""
     return 1 << (size - 1).bit_length()

@@ -9,7 +9,7 @@ from trunkattn.planner import work_list
 
 BIG = tl.constexpr(1 << 30)  # more than any row, entry, token or segment
 
-# Of a plan's arrays, as in `planner.work_list`
+# What the numbers in a plan's arrays mean is defined in `planner.work_list`.
 DIRECT = tl.constexpr(work_list.DIRECT)
 ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
 QUERY_START, QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
@@ -21,7 +21,7 @@ SEGMENT_QUERIES = tl.constexpr(work_list.SEGMENT_QUERIES)
 SEGMENT_POSITION = tl.constexpr(work_list.SEGMENT_POSITION)
 SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_COLUMNS)
 
-# Bits of the sticky error word
+# These are the bits of the sticky error word.
 BAD_QUERIES = tl.constexpr(1)  # query_start_loc is not ascending from 0, or a request has too many query tokens
 LONG_SEQUENCE = tl.constexpr(2)  # a sequence is longer than the block table
 BAD_PAGE = tl.constexpr(4)  # a page that a query sees is outside the cache
@@ -114,7 +114,8 @@ class EntryArrays(NamedTuple):
 
 @triton.jit
 def trigger_and_wait(PDL: tl.constexpr):
-    """Lets the next launch start, and waits for the one ahead, and so for all before it, if `layer.Pdl` says so."""
+    """Lets the next launch start. Then it waits for the launch ahead, and so for all before it, if `layer.Pdl` says
+    so."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL.wait:
@@ -123,7 +124,7 @@ def trigger_and_wait(PDL: tl.constexpr):
 
 @triton.jit
 def counts_of(status):
-    """Pointers to the counts."""
+    """Returns pointers to the counts."""
     return Counts(status.counts, status.counts + 1, status.counts + 2)
 
 

@@ -72,7 +72,7 @@ def load_pass(passes, number):
 
 @triton.jit
 def tile_times(tiles, tile_index):
-    """The times of a tile of the rule."""
+    """Returns the times of a tile of the rule."""
     row = tiles + tl.maximum(tile_index, 0) * _TILE_COLUMNS
     return TileTimes(
         full_ns=tl.load(row),
@@ -87,7 +87,7 @@ def tile_times(tiles, tile_index):
 
 @triton.jit
 def num_splits_of(segments, step):
-    """Number of items of a tile with `step` segments per item."""
+    """Returns the number of items of a tile if an item has `step` segments."""
     return tl.cdiv(segments, step)
 
 
@@ -115,7 +115,7 @@ def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, sl
 
 @triton.jit
 def _load_tiles(arrays, tile, end):
-    """Blocks and segments of tiles before `end`."""
+    """Loads the blocks and segments of the tiles before `end`."""
     used = tile < end
     return TileArrays(
         segments=tl.load(arrays.segments + tile, mask=used, other=0),
@@ -126,8 +126,8 @@ def _load_tiles(arrays, tile, end):
 
 @triton.jit
 def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, item_starts, SIZES: tl.constexpr):
-    """(number of items, sums over them) of a pass whose items have `share` segments. has_one_pass: the candidate has
-    no other one. item_starts: items before each tile, which are stored."""
+    """Returns the number of items of a pass whose items have `share` segments, and the sums over them. It stores at
+    `item_starts` how many items come before each tile. `has_one_pass` says that the candidate has no other pass."""
     BLOCK: tl.constexpr = SIZES.candidate_block
     num_items = tl.zeros([], tl.int32)
     work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -157,8 +157,8 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, ite
 
 @triton.jit
 def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Fills `choice`, one CTA for each pass of each candidate. costs: those of the host, their table of tiles on
-    the device and int32."""
+    """Fills `choice`, with one CTA for each pass of each candidate. `costs` are those of the host, but their table of
+    tiles is on the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
     a_pass = load_pass(choice.passes, number)
     times = tile_times(costs.tiles, a_pass.tile_index)
@@ -211,7 +211,7 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
 
 @triton.jit
 def chosen(times, SIZES: tl.constexpr):
-    """The candidate of least time, the first of equals."""
+    """Returns the candidate that takes the least time, and of equals the first one."""
     candidate = tl.arange(0, SIZES.candidate_lanes)
     used = candidate < SIZES.candidates
     time = tl.load(times + 2 * candidate, mask=used, other=NEVER)

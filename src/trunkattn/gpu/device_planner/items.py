@@ -40,7 +40,7 @@ ITEM_FIELDS = tl.constexpr(len(Item._fields))
 
 
 class PartialArrays(NamedTuple):
-    """Arrays by query token: the number of its partials."""
+    """Arrays that hold the number of partials of each query token."""
 
     tall: Any  # items of the candidate's first pass that hold the query
     low: Any  # items of its second pass that hold it
@@ -48,7 +48,8 @@ class PartialArrays(NamedTuple):
 
 
 class WorkArrays(NamedTuple):
-    """items [ITEM_FIELDS, limits.items]; partials [fields of PartialArrays, tokens]; summary [3] of the plan."""
+    """The arrays that describe the work: items [ITEM_FIELDS, limits.items], partials [fields of PartialArrays, tokens],
+    and the summary [3] of the plan."""
 
     items: Any
     partials: Any
@@ -70,7 +71,7 @@ class Cut(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The part of a tile that an item computes; see `Item`."""
+    """The part of a tile that an item computes. Its fields are those of `Item`."""
 
     low: Any
     high: Any
@@ -80,7 +81,7 @@ class Split(NamedTuple):
 
 @triton.jit
 def item_arrays(items, max_items):
-    """Pointers to the fields of the items. items: pointer to the first field."""
+    """Returns pointers to the fields of the items. `items` points to the first field."""
     return Item(
         pass_number=items,
         entry=items + max_items,
@@ -100,7 +101,7 @@ def item_arrays(items, max_items):
 
 @triton.jit
 def load_item(arrays, i):
-    """One item. The loads of fields that a kernel does not use are not compiled."""
+    """Loads one item. The loads of fields that a kernel does not use are not compiled."""
     return Item(
         pass_number=tl.load(arrays.pass_number + i),
         entry=tl.load(arrays.entry + i),
@@ -137,13 +138,13 @@ def _store_item(to, item):
 
 @triton.jit
 def partial_arrays(partials, TOKENS: tl.constexpr):
-    """The arrays by query token."""
+    """Returns the arrays by query token."""
     return PartialArrays(partials, partials + TOKENS, partials + 2 * TOKENS)
 
 
 @triton.jit
 def count_partials(partials, token, used):
-    """Partials of query tokens, 0 where one item writes the final output."""
+    """Returns the number of partials of query tokens. It is 0 where one item writes the final output."""
     count = tl.load(partials.tall + token, mask=used, other=0)
     count += tl.load(partials.low + token, mask=used, other=0)
     return tl.where(count > 1, count, 0)
@@ -167,7 +168,8 @@ def _load_cut(choice, number):
 
 @triton.jit
 def _select(condition, a, b):
-    """The cut a or b. Both are loaded before the condition is known, so that their loads need not wait for it."""
+    """Returns the cut `a` or `b`. Both are loaded before the condition is known, so that their loads need not wait for
+    it."""
     return Cut(
         num_items=tl.where(condition, a.num_items, b.num_items),
         share=tl.where(condition, a.share, b.share),
@@ -183,14 +185,15 @@ def _select(condition, a, b):
 
 @triton.jit
 def touches(node, low, subtile, subtile_entries):
-    """Whether a node's entries are in a subtile of an item whose entries begin at `low`."""
+    """Returns whether a node's entries are in a subtile of an item whose entries begin at `low`."""
     starts_by = (node.first - low) // subtile_entries <= subtile
     return starts_by & ((node.stop - 1 - low) // subtile_entries >= subtile)
 
 
 @triton.jit
 def _split_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
-    """What the segments [begin, end) of a tile concern. arrays: of its nodes."""
+    """Returns which entries the segments [begin, end) of a tile concern, how many of the segments lead without a mask,
+    and how many segments the item lists. `arrays` are those of the tile's nodes."""
     k = tl.arange(0, SIZES.nodes)
     node = load_nodes(arrays, k, k < 2 * rows)
     a, b = tl.maximum(node.offset, begin), tl.minimum(node.offset + node.segments, end)
@@ -215,7 +218,8 @@ def _split_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
 
 @triton.jit
 def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, SPLITS: tl.constexpr):
-    """Items of the candidate's first pass that hold each entry of [first, end), a few splits of a tile at a time."""
+    """Returns how many items of the candidate's first pass hold each entry of [first, end). It looks at a few splits of
+    a tile at a time."""
     k = tl.arange(0, SIZES.nodes)
     ENTRIES: tl.constexpr = SIZES.nodes // 2
     found = tl.zeros([ENTRIES], tl.int32)
@@ -238,7 +242,7 @@ def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr
 
 @triton.jit
 def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
-    """The last tile whose items begin no later."""
+    """Returns the tile of an item, which is the last one whose items begin no later than that item."""
     tile = -1
     for begin in range(0, num_tiles, BLOCK):
         other = begin + tl.arange(0, BLOCK)

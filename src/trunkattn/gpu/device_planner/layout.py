@@ -19,8 +19,8 @@ _STAGE_COLUMNS = tl.constexpr(len(Stage._fields))
 
 
 class Layout(NamedTuple):
-    """The tiles of all stages. nodes [stages, NODE_FIELDS, 2 * tokens]; tiles [stages, TILE_FIELDS, tokens]; totals
-    [stages, TOTAL_FIELDS], sums over the tiles."""
+    """The tiles of all stages. Its arrays are nodes [stages, NODE_FIELDS, 2 * tokens], tiles [stages, TILE_FIELDS,
+    tokens], and totals [stages, TOTAL_FIELDS], which are sums over the tiles."""
 
     nodes: Any
     tiles: Any
@@ -28,7 +28,8 @@ class Layout(NamedTuple):
 
 
 class NodeArrays(NamedTuple):
-    """Nodes of the tiles of a stage, two for each entry, each tile's from twice its first entry on."""
+    """The nodes of a stage's tiles. There is room for two for each entry, and the nodes of a tile stand from twice its
+    first entry on."""
 
     rows: Any  # first entry of the tile | end << 8
     start: Any
@@ -56,7 +57,7 @@ class Node(NamedTuple):
 
 
 class TileArrays(NamedTuple):
-    """Tiles of a stage."""
+    """The tiles of a stage."""
 
     segments: Any
     full: Any  # blocks that all of the tile sees
@@ -67,7 +68,7 @@ TILE_FIELDS = tl.constexpr(len(TileArrays._fields))
 
 
 class Totals(NamedTuple):
-    """Sums over the tiles of a stage, int64. The last three: tokens, see `planner.tiles.cost.stage_tokens`."""
+    """Sums over the tiles of a stage, int64. The last three count tokens as `planner.tiles.cost.stage_tokens` does."""
 
     segments: Any
     once: Any
@@ -80,7 +81,7 @@ TOTAL_FIELDS = tl.constexpr(len(Totals._fields))
 
 @triton.jit
 def load_stage(stages, stage):
-    """A row of the table of stages, whose columns are the fields of `Stage`."""
+    """Loads a row of the table of stages, whose columns are the fields of `Stage`."""
     row = stages + stage * _STAGE_COLUMNS
     return Stage(
         height=tl.load(row),
@@ -95,7 +96,7 @@ def load_stage(stages, stage):
 
 @triton.jit
 def node_arrays(nodes, ENTRIES: tl.constexpr):
-    """The arrays from a tile's first node on. nodes: where that stands in the first array of its stage."""
+    """Returns the arrays from a tile's first node on. `nodes` points to that node in the first array of its stage."""
     size: tl.constexpr = 2 * ENTRIES
     return NodeArrays(
         rows=nodes,
@@ -116,7 +117,7 @@ def first_node(stage, entry, ENTRIES: tl.constexpr):
 
 @triton.jit
 def load_nodes(arrays, k, used):
-    """Nodes k of a tile; without segments where they are not `used`."""
+    """Loads nodes k of a tile. They have no segments where they are not `used`."""
     rows = tl.load(arrays.rows + k, mask=used, other=0)
     return Node(
         first=rows & 255,
@@ -144,29 +145,31 @@ def store_nodes(arrays, k, node, used):
 
 @triton.jit
 def tile_arrays(tiles, stage, ENTRIES: tl.constexpr):
-    """The arrays of a stage."""
+    """Returns the arrays of a stage."""
     of_stage = tiles + stage * TILE_FIELDS * ENTRIES
     return TileArrays(of_stage, of_stage + ENTRIES, of_stage + 2 * ENTRIES)
 
 
 @triton.jit
 def totals_of(totals, stage):
-    """Where the sums of a stage stand."""
+    """Returns pointers to the sums of a stage."""
     row = totals + stage * TOTAL_FIELDS
     return Totals(segments=row, once=row + 1, common=row + 2, again=row + 3)
 
 
 @triton.jit
 def _tile_of(task, num_tiles, LANES: tl.constexpr):
-    """(stage, tile) of a task. num_tiles: of each stage; the tiles of all stages are numbered through."""
+    """Returns the stage and the tile of a task. `num_tiles` says how many tiles each stage has. The tiles of all stages
+    are numbered through."""
     stage = tl.sum((tl.cumsum(num_tiles, 0) <= task).to(tl.int32), 0)
     return stage, task - tl.sum(tl.where(tl.arange(0, LANES) < stage, num_tiles, 0), 0)
 
 
 @triton.jit
 def _tall_tokens(at, first, end, least, num_entries, shared, SIZES: tl.constexpr):
-    """Tokens of each entry's path, from the start, that belong to nodes of at least `least` entries: the most that any
-    `least` consecutive entries, this one among them, have in common. at: entries of [first, end)."""
+    """Returns how many tokens of each entry's path, counted from the start, belong to nodes of at least `least`
+    entries. They are the most that any `least` consecutive entries, this one among them, have in common. `at` are the
+    entries of [first, end)."""
     window = first - least + 1 + tl.arange(0, SIZES.windows)
     gap = tl.arange(0, SIZES.most_least)
     used = (window >= 0) & (window < end) & (window + least <= num_entries)
@@ -229,7 +232,7 @@ def _nodes(value, base, position, num_rows, window, SEGMENT_SIZE: tl.constexpr, 
 
 @triton.jit
 def _blocks(node, segments, num_rows, stage, SUBTILES: tl.constexpr):
-    """Blocks of keys of a tile that is not cut: those that all of it sees, and others."""
+    """Returns the blocks of keys of a tile that is not cut: how many all of it sees, and how many others there are."""
     height = tl.maximum(stage.height // stage.subtiles, 1)
     is_shared = (node.first == 0) & (node.stop == num_rows)
     shared_segments = tl.sum(tl.where(is_shared, segments, 0), 0)
@@ -243,8 +246,8 @@ def _blocks(node, segments, num_rows, stage, SUBTILES: tl.constexpr):
 
 @triton.jit
 def _tokens(at, used, tile, tall, stage, entries, window, NODES: tl.constexpr):
-    """(once, common, again) of a tile, as `planner.tiles.cost.stage_tokens` counts them. at: its entries, each once
-    in `used`."""
+    """Returns (once, common, again) of a tile, as `planner.tiles.cost.stage_tokens` counts them. `at` are its entries,
+    and `used` holds each of them once."""
     begin = tile * stage.height
     position = tl.load(entries.position + at, mask=used, other=0)
     previous = tl.load(entries.position + at - 1, mask=used & (at > 0), other=0)
@@ -269,7 +272,7 @@ def _tokens(at, used, tile, tall, stage, entries, window, NODES: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def tiles_kernel(entries, status, stages, layout, window, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Every tile of every stage."""
+    """Finds every tile of every stage."""
     lane = tl.arange(0, SIZES.stage_lanes)
     heights = tl.load(stages + lane * _STAGE_COLUMNS, mask=lane < SIZES.stages, other=BIG)  # the first column
     # tiles of the whole capacity, which are known before the batch is

@@ -41,7 +41,8 @@ MOST_COLUMNS: Final = prefix_forest.ALL_COLUMNS.value
 
 
 def errors_of(bits: int) -> list[str]:
-    """The errors that the error word of a `DevicePlanner` stands for, in words. Empty if there are none."""
+    """Returns in words the errors that the error word of a `DevicePlanner` stands for. The list is empty if there are
+    none."""
     return [text for bit, text in ERRORS.items() if bits & bit]
 
 
@@ -124,12 +125,13 @@ class DevicePlanner:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the cache."""
+        """The number of pages of the cache."""
         return self._capacity.num_pages
 
     @property
     def times(self) -> torch.Tensor:
-        """[candidates] int64: predicted ns of each in the last batch; at least 2**61 where it may not fit."""
+        """The predicted time of each candidate in the last batch: [candidates] int64, in ns, at least 2**61 where the
+        candidate may not fit."""
         return self._buffers["times"].sum(1)
 
     def fill(
@@ -177,7 +179,7 @@ class DevicePlanner:
 
     @cached_property
     def _arrays(self) -> _Arrays:
-        """The buffers as the kernels take them."""
+        """Returns the buffers as the kernels take them."""
         b = self._buffers
         return _Arrays(
             Status(b["counts"], b["errors"]),
@@ -195,7 +197,7 @@ class DevicePlanner:
         )
 
     def _forest(self, plan: GpuPlan, tables: Tables, window: int) -> None:
-        """Hashes, links and entries of the rows."""
+        """Finds the hashes, links and entries of the rows."""
         b, arrays, sizes, limits = self._buffers, self._arrays, self._sizes, self._limits
         num_rows, num_columns, row_stride = len(tables.block_table), self._columns(tables), tables.block_table.stride(0)
         launch(prefix_forest.hash_kernel, (sizes.rows + 1,))(
@@ -220,12 +222,13 @@ class DevicePlanner:
         )
 
     def _list(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
-        """The plan's arrays, of the best tiling."""
+        """Writes the plan's arrays for the best tiling."""
         self._choose(window, self._lowest if lowest_tile else self._every)
         self._emit(plan, tables, window)
 
     def _choose(self, window: int, allowed: torch.Tensor) -> None:
-        """The tiles of every stage, and the time of every candidate. allowed: those that may be chosen."""
+        """Finds the tiles of every stage and the time of every candidate. `allowed` are the candidates that may be
+        chosen."""
         arrays, sizes = self._arrays, self._sizes
         choice = arrays.choice._replace(allowed=allowed)
         launch(layout.tiles_kernel, (self._num_tiles,))(
@@ -242,7 +245,7 @@ class DevicePlanner:
         )
 
     def _emit(self, plan: GpuPlan, tables: Tables, window: int) -> None:
-        """The items, and the plan's arrays."""
+        """Writes the items and the plan's arrays."""
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
         work = items.WorkArrays(self._buffers["items"], self._buffers["partials"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
@@ -267,10 +270,11 @@ class DevicePlanner:
         )
 
     def _columns(self, tables: Tables) -> int:
-        """Columns of the block table that are looked at."""
+        """Returns how many columns of the block table are looked at."""
         return min(tables.block_table.shape[1], self._capacity.max_pages_per_request)
 
     def _pdl(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
-        """How a launch follows the one ahead of it: it starts before that one ends, where the card can, and waits."""
+        """Returns how a launch follows the one ahead of it: where the card can, it starts before that one ends, and
+        waits for it."""
         trigger, wait = trigger and self._card.has_pdl, wait and self._card.has_pdl
         return {"PDL": Pdl(trigger, wait)} | ({"launch_pdl": True} if wait else {})

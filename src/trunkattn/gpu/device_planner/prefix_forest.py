@@ -33,7 +33,7 @@ ROOT = tl.constexpr(1 << 62)  # the link of the first row, which has no parent
 
 
 class Bounds(NamedTuple):
-    """What a batch keeps within."""
+    """The bounds that a batch must keep."""
 
     num_rows: Any
     num_columns: Any  # of the block table that are looked at
@@ -41,7 +41,8 @@ class Bounds(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Arrays by row. link: int64, -1 without queries. subtree_queries: query tokens of a row and of those below it."""
+    """Arrays by row. `link` is int64, and -1 for a row without queries. `subtree_queries` counts the query tokens of a
+    row and of those below it."""
 
     link: Any
     subtree_queries: Any
@@ -83,7 +84,7 @@ def _count_batch(tables, bounds, status, SIZES: tl.constexpr):
 
 @triton.jit
 def _mixed(page, column):
-    """A page and its column as a random int64: the last steps of splitmix64."""
+    """Returns a page and its column as a random int64, by the last steps of splitmix64."""
     mixed = page.to(tl.uint32).to(tl.uint64) | column.to(tl.uint64) << 32
     mixed += 0x9E3779B97F4A7C15
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9
@@ -106,8 +107,9 @@ def hash_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """hashes [columns, rows] int64: equal where two rows have equal pages up to a column. One CTA for each row,
-    which also looks for values that break a bound; the last one counts the batch. partials and totals become zero."""
+    """Stores hashes [columns, rows] int64, which are equal where two rows have equal pages up to a column. One CTA
+    hashes each row and also looks for values that break a bound. The last CTA counts the batch. The kernel sets
+    `partials` and `totals` to zero."""
     trigger_and_wait(PDL)
     row = tl.program_id(0)
     HASHED: tl.constexpr = SIZES.hashed
@@ -151,8 +153,8 @@ def hash_kernel(
 
 @triton.jit
 def _columns_shared(row, other, bound, hashes, SIZES: tl.constexpr):
-    """Leading columns, at most `bound`, that a row shares with others. Each round of the search leaves one of `radix`
-    parts, and looks at all of their ends at once."""
+    """Returns how many leading columns, at most `bound`, a row shares with others. Each round of the search leaves one
+    of `radix` parts, and looks at all of their ends at once."""
     RADIX: tl.constexpr = SIZES.radix
     ROUNDS: tl.constexpr = SIZES.rounds
     same = tl.zeros_like(bound)
@@ -172,8 +174,8 @@ def _columns_shared(row, other, bound, hashes, SIZES: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def links_kernel(tables, num_rows, num_columns, hashes, links, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Links of the rows, one CTA for each. The rows below a row are those that share more columns with it than it
-    shares with its parent."""
+    """Finds the links of the rows, with one CTA for each. The rows below a row are those that share more columns with
+    it than it shares with its parent."""
     row = tl.program_id(0)
     bounds = Bounds(num_rows, num_columns, limits.max_query_len)
     request = load_request(row, tables, bounds, SIZES)
@@ -208,14 +210,14 @@ def links_kernel(tables, num_rows, num_columns, hashes, links, limits, SIZES: tl
 
 @triton.jit
 def _sum_and_maximum(sum_a, most_a, sum_b, most_b):
-    """One reduction waits for the CTA's warps once."""
+    """Combines two sums and two maxima, so that one reduction finds both and waits for the CTA's warps only once."""
     return sum_a + sum_b, tl.maximum(most_a, most_b)
 
 
 @triton.jit
 def _siblings(link, links, num_rows, BLOCK: tl.constexpr):
-    """The siblings that stand before a row: query tokens of their subtrees, and the last one's link; 0 and -1 if there
-    is none."""
+    """Returns what is known of the siblings that stand before a row: the query tokens of their subtrees, and the last
+    one's link. They are 0 and -1 if there are no such siblings."""
     tokens, last = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], -1, tl.int64)
     for begin in range(0, num_rows, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -229,7 +231,8 @@ def _siblings(link, links, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_of(link, query_start_loc, links, num_rows, BLOCK: tl.constexpr):
-    """(query tokens of the rows before a row in the order of the forest, the row right before it)."""
+    """Returns how many query tokens the rows before a row have in the order of the forest, and the row right before
+    it."""
     first, last, up = 0, tl.full([], -1, tl.int64), link
     while up < ROOT:  # to the first row
         parent = up >> PARENT_SHIFT
@@ -248,7 +251,7 @@ def place_of(link, query_start_loc, links, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _equal_columns(tables, row_a, row_b, bound, row_stride, BLOCK: tl.constexpr):
-    """Leading columns in which two rows have equal pages, at most `bound`."""
+    """Returns in how many leading columns, at most `bound`, two rows have equal pages."""
     same = bound
     for begin in range(0, bound, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -271,7 +274,7 @@ def entries_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The entries of the rows, one CTA for each. positions [tokens] is the plan's."""
+    """Writes the entries of the rows, with one CTA for each. `positions` [tokens] is the plan's array."""
     row = tl.program_id(0)
     bounds = Bounds(num_rows, num_columns, limits.max_query_len)
     request = load_request(row, tables, bounds, SIZES)

@@ -27,8 +27,8 @@ _BLOCK = 256  # items that the kernel handles at once
 
 
 class ListedChunks(NamedTuple):
-    """The prompt chunks of a step. planned: their items, which share nothing and are not cut. overlaps: decodes are
-    co-scheduled with them."""
+    """The prompt chunks of a step. `planned` holds their items, which share nothing and are not cut. `overlaps` says
+    whether decodes are co-scheduled with them."""
 
     planned: Planned
     first_token: int
@@ -36,12 +36,12 @@ class ListedChunks(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Number of chunks, which are the last requests of the step."""
+        """The number of chunks, which are the last requests of the step."""
         return len(self.planned.batch.seq_lens)
 
     @property
     def end_token(self) -> int:
-        """One past the chunks' last query token in the step."""
+        """The token after the chunks' last query token in the step."""
         return self.first_token + int(self.planned.batch.query_start_loc[-1])
 
     def check(self) -> None:
@@ -49,14 +49,14 @@ class ListedChunks(NamedTuple):
         check_plan(self.planned)
 
     def stats(self) -> PlanStats:
-        """Statistics of the chunks."""
+        """Returns the statistics of the chunks."""
         own = self.planned.stats()
         return replace(own, policy=f"{own.policy} overlapped with decodes") if self.overlaps else own
 
 
 def tables_of(chunks: PromptChunks, page_size: int, window: int) -> StepTables:
-    """The chunks as a separate batch for the host's planner. All pages of a request have the request's number, because
-    the host does not know the real ones."""
+    """Returns the chunks as a separate batch for the host's planner. All pages of a request have the request's number,
+    because the host does not know the real ones."""
     seq_lens = chunks.seq_lens.numpy().astype(np.int32)
     starts = np.append(0, np.cumsum(chunks.query_lens.numpy())).astype(np.int32)
     rows, columns = len(seq_lens), -(-int(seq_lens.max()) // page_size)

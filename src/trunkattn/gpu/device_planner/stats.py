@@ -10,7 +10,7 @@ from trunkattn.gpu.device_planner.prefix_forest import load_request
 
 @triton.jit
 def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
-    """int64: KV tokens that are read if every request reads its own."""
+    """Returns as int64 how many KV tokens are read if every request reads its own."""
     BLOCK: tl.constexpr = SIZES.block
     unshared = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, bounds.num_rows, BLOCK):

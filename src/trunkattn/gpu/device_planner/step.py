@@ -1,4 +1,4 @@
-"""Plans made on the device, from tables that never leave it: no copy, no wait."""
+"""Plans that are made on the device, from tables that never leave it, so that nothing is copied and nobody waits."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,12 +48,12 @@ class DeviceTiles:
 
     @property
     def kv_tokens(self) -> torch.Tensor:
-        """int64 [2] on the device: KV tokens read, and KV tokens without sharing."""
+        """The KV tokens that are read, and those that would be read without sharing: int64 [2] on the device."""
         assert self.gpu_plan.summary is not None
         return self.gpu_plan.summary[1:]
 
     def tile_list(self) -> TileList:
-        """A copy of the plan's arrays. Waits for the device."""
+        """Returns a copy of the plan's arrays. It waits for the device."""
         host = {name: array.cpu().numpy() for name, array in self.gpu_plan.arrays.items()}
         heights = len(self.rule.tiles)
         *counts, merged = host["counts"][: 2 * heights + 2].tolist()
@@ -76,12 +76,12 @@ class DeviceTiles:
         )
 
     def batch(self) -> StepTables:
-        """The tables as they are now. Waits for the device."""
+        """Returns the tables as they are now. It waits for the device."""
         table, lens, starts = (table.cpu().numpy() for table in self.tables)
         return StepTables(table, lens, starts, self.window)
 
     def described(self) -> tuple[str, str]:
-        """The tiling that was chosen, and why. Waits for the device."""
+        """Returns the tiling that was chosen, and why. It waits for the device."""
         assert self.gpu_plan.summary is not None
         if self.rule.uniform:
             return BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
@@ -124,8 +124,8 @@ class OnDevice:
         plan: GpuPlan,
         chunks: ListedChunks | None = None,
     ) -> DeviceTiles:
-        """Fills a reserved plan. query_start_loc may be None for one query token each. chunks: the last requests, if
-        these are prompt chunks."""
+        """Fills a reserved plan. `query_start_loc` may be None if each request has one query token. `chunks` says that
+        the last requests are prompt chunks."""
         table, lens, starts = tables
         if starts is None:
             starts = self._starts[: table.shape[0] + 1]
@@ -158,12 +158,12 @@ class OnDevice:
 
     @property
     def errors(self) -> torch.Tensor:
-        """[1] int32, on the device: `errors_of` says what it means."""
+        """The error word, [1] int32 on the device. `errors_of` says what it means."""
         return self._planner.errors
 
     @torch.inference_mode(False)
     def check(self) -> None:
-        """Raises ValueError if a batch since the last check held values that are wrong. Waits for the device."""
+        """Raises ValueError if a batch since the last check held values that are wrong. It waits for the device."""
         bits = int(self._planner.errors)
         if bits:
             self._planner.errors.zero_()

@@ -42,7 +42,7 @@ _COUNT_BUCKETS = tl.constexpr(3)
 
 
 class PlanArrays(NamedTuple):
-    """The plan's arrays; see `planner.work_list.TileList`."""
+    """The plan's arrays, which `planner.work_list.TileList` describes."""
 
     counts: Any
     items: Any
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class SegmentRange(NamedTuple):
-    """Segments [begin, end) of a tile that are listed. low: the item's first entry."""
+    """The segments [begin, end) of a tile, which are to be listed. `low` is the item's first entry."""
 
     begin: Any
     end: Any
@@ -71,14 +71,16 @@ class SegmentRange(NamedTuple):
 
 
 class Subtile(NamedTuple):
-    """Entries of a tile that read keys of their own. number: of the subtile; entries: of each."""
+    """Entries of a tile that read keys of their own. `number` is that of the subtile, and each subtile has `entries` of
+    them."""
 
     number: Any
     entries: Any
 
 
 class Deal(NamedTuple):
-    """How segments are dealt to subtiles, which read them side by side: a block of segments to each in turn."""
+    """How segments are dealt to subtiles, which read them side by side: each subtile gets a block of segments in
+    turn."""
 
     subtiles: Any
     block_segments: Any
@@ -86,14 +88,14 @@ class Deal(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A worker's share of a list: every count-th block, from this number on."""
+    """A worker's share of a list, which is every count-th block from this number on."""
 
     number: Any
     count: Any
 
 
 class Pages(NamedTuple):
-    """Where a tile's tokens are. rows: of the block table, by entry of the tile."""
+    """Where a tile's tokens are. `rows` are rows of the block table, by entry of the tile."""
 
     block_table: Any
     row_stride: Any
@@ -103,7 +105,7 @@ class Pages(NamedTuple):
 
 @triton.jit
 def store_segments(to, is_listed, row, token, packed, pages, mask, SIZES: tl.constexpr):
-    """Stores segments that begin with `token` of a row of the block table; those that are not listed are empty.
+    """Stores segments that begin with `token` of a row of the block table. Those that are not listed are empty.
 
     Args:
         to: pointer of each.
@@ -120,7 +122,7 @@ def store_segments(to, is_listed, row, token, packed, pages, mask, SIZES: tl.con
 
 @triton.jit
 def _place_of(item, number, items, num_items, BLOCK: tl.constexpr):
-    """The place of item `number`, by what comes before it."""
+    """Returns the place of item `number`, which follows from what comes before it."""
     segments, queries = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, num_items, BLOCK):
@@ -139,7 +141,7 @@ def _place_of(item, number, items, num_items, BLOCK: tl.constexpr):
 
 @triton.jit
 def _slots_before(token, num_tokens, partials, BLOCK: tl.constexpr):
-    """The first slot of each query token: partials of those before it."""
+    """Returns the first slot of each query token, which is the number of partials of those before it."""
     before = tl.zeros([token.shape[0], BLOCK], tl.int32)
     for begin in range(0, num_tokens, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -150,7 +152,7 @@ def _slots_before(token, num_tokens, partials, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_queries(item, number, at, count, num_tokens, entries, items, partials, plan, limits, SIZES: tl.constexpr):
-    """An item's queries, from `at` on, and where each leaves its piece."""
+    """Lists an item's queries from `at` on, and where each of them leaves its partial state or its output."""
     ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     i = tl.arange(0, ENTRIES)
     used = i < count
@@ -179,7 +181,7 @@ def _list_queries(item, number, at, count, num_tokens, entries, items, partials,
 
 @triton.jit
 def _taken(k, nodes, rows, wanted, subtile):
-    """The segments of a range that are of nodes k and concern a subtile: the first one, and how many."""
+    """Returns which segments of a range are of nodes k and concern a subtile: the first one, and how many they are."""
     node = load_nodes(nodes, k, k < 2 * rows)
     first = tl.maximum(node.offset, wanted.begin)
     count = tl.maximum(tl.minimum(node.offset + node.segments, wanted.end) - first, 0)
@@ -188,7 +190,7 @@ def _taken(k, nodes, rows, wanted, subtile):
 
 @triton.jit
 def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: tl.constexpr, DEALT: tl.constexpr):
-    """A worker's share of the segments of a range that concern a subtile.
+    """Lists a worker's share of the segments of a range that concern a subtile.
 
     Args:
         to: where the item's segments are listed.
@@ -226,8 +228,8 @@ def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: 
 
 @triton.jit
 def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.constexpr):
-    """A worker's share of an item's segments. The leading ones are in the order of the tile; of a tile with subtiles
-    the others are dealt out."""
+    """Lists a worker's share of an item's segments. The leading ones are in the order of the tile. If the tile has
+    subtiles, the others are dealt out to them."""
     whole = tl.where(item.subtiles == 1, item.size, item.full)
     every = Subtile(0, BIG)
     wanted = SegmentRange(item.begin, item.begin + whole, item.low)
@@ -247,7 +249,7 @@ def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.conste
 
 @triton.jit
 def _list_merges(num_tokens, partials, status, plan, limits, SIZES: tl.constexpr):
-    """The query tokens whose partials no item merges, and how many they are."""
+    """Lists the query tokens whose partials no item merges, and stores how many they are."""
     total, num_slots = 0, 0
     for begin in range(0, num_tokens, SIZES.block):
         token = begin + tl.arange(0, SIZES.block)
@@ -280,7 +282,8 @@ def _count_buckets(items, num_items, counts, SIZES: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _store_plan_item(items, place, fits, size):
-    """An item of the plan, empty unless it fits. size: of (leading segments, segments, queries)."""
+    """Stores an item of the plan, which is empty unless it fits. `size` counts its leading segments, its segments and
+    its queries."""
     full, segments, queries = size
     row = items + place.item * ITEM_COLUMNS
     tl.store(row + SEGMENT_START, tl.where(fits, place.segment, 0))
@@ -292,8 +295,9 @@ def _store_plan_item(items, place, fits, size):
 
 @triton.jit
 def _assign_role(num_items):
-    """(role, worker, workers) of this CTA. The last two CTAs list merges, and count. Of the others one for each
-    item, half of them at most, list queries; the rest list segments."""
+    """Returns the role of this CTA, its number as a worker, and the number of workers of its role. The last two CTAs
+    list merges and count. Of the others, one for each item, but at most half of them, list queries, and the rest list
+    segments."""
     program, others = tl.program_id(0), tl.num_programs(0) - 2
     query_workers = tl.minimum(num_items, others // 2)
     segment_workers = others - query_workers
@@ -309,7 +313,8 @@ def _assign_role(num_items):
 def lists_kernel(
     tables, row_stride, entries, status, layout, choice, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The plan's arrays. Where there are fewer items than CTAs, several list the segments of one item in turn."""
+    """Writes the plan's arrays. Where there are fewer items than CTAs, several CTAs list the segments of one item in
+    turn."""
     trigger_and_wait(PDL)
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)

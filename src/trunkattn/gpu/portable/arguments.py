@@ -29,8 +29,8 @@ class Operands(NamedTuple):
 
 
 class Modifiers(NamedTuple):
-    """Scales and options that change logits and outputs. logit_scale, v_scale: one for each KV head; sinks: one for
-    each query head. A query sees the last `window` tokens up to itself."""
+    """Scales and options that change logits and outputs. `logit_scale` and `v_scale` have one number for each KV head,
+    and `sinks` one for each query head. A query sees the last `window` tokens up to itself."""
 
     logit_scale: Any
     v_scale: Any
@@ -40,7 +40,7 @@ class Modifiers(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of a layer's tensors, in elements; the head dimension is contiguous."""
+    """Strides of a layer's tensors, in elements. The head dimension is contiguous."""
 
     q_token: Any
     q_head: Any
@@ -55,7 +55,8 @@ class Strides(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants of an attention. padded_dim, padded_dim_v: widths of the tiles that hold head_dim and head_dim_v."""
+    """Constants of an attention. `padded_dim` and `padded_dim_v` are the widths of the tiles that hold `head_dim` and
+    `head_dim_v`."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -68,8 +69,8 @@ class Shape(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Constants that turn code on. masked: queries of a sequence see different tokens. precision: of matrix products
-    of float32."""
+    """Constants that turn code on. `masked` says that queries of a sequence see different tokens. `precision` is that
+    of matrix products of float32."""
 
     masked: bool
     soft_cap: bool
@@ -100,7 +101,7 @@ def of_layer(geometry: Geometry) -> Callable[[Tensors], tuple[Operands, Modifier
 
 
 def pdl(options: LaunchOptions) -> dict[str, Any]:
-    """The argument PDL of a kernel, and how it is launched."""
+    """Returns the argument PDL of a kernel, and how it is launched."""
     return {"PDL": options.pdl} | ({"launch_pdl": True} if options.pdl.wait else {})
 
 

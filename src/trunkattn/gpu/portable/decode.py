@@ -48,8 +48,8 @@ _POSITION, _SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_POSITION), tl.const
 
 
 class DecodeWork(NamedTuple):
-    """The arrays of a `TileList` on the device, and the position of each query token in its sequence. merge_slots: for
-    each of an item's queries, the partial slots [first, last) that it merges."""
+    """The arrays of a `TileList` on the device, and the position of each query token in its sequence. `merge_slots`
+    holds for each of an item's queries the partial slots [first, last) that it merges."""
 
     items: Any
     counts: Any
@@ -61,8 +61,8 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys. private_n: keys of a subtile's block. segment_size: tokens
-    of a full segment. stages: blocks in flight."""
+    """Constants of a tile of `block_m` rows and `block_n` keys. A subtile's block has `private_n` keys, a full segment
+    has `segment_size` tokens, and `stages` blocks are in flight."""
 
     block_m: int
     block_n: int
@@ -74,7 +74,8 @@ class DecodeTile(NamedTuple):
 
 class Buckets(NamedTuple):
     """Constants of a launch, which computes the items of bucket `first`, and of bucket `second` unless that is
-    negative. merge: the items merge partials. stride: CTA i begins with task i * stride; see `spread_stride`."""
+    negative. `merge` says that the items merge partials. CTA i begins with task i * `stride`, as `spread_stride`
+    explains."""
 
     first: int
     second: int
@@ -94,8 +95,8 @@ class Item(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The query rows of a tile [..., M, D], and how their logits are made. number, position [..., M]: for each row, its
-    query's place in the item and in the sequence."""
+    """The query rows of a tile [..., M, D], and how their logits are made. `number` and `position` [..., M] are the
+    places of each row's query in the item and in its sequence."""
 
     tile: Any
     number: Any
@@ -106,8 +107,8 @@ class Query(NamedTuple):
 
 
 class KeyPlaces(NamedTuple):
-    """Places of the keys [..., N] of a block: for each key, the segment of the block that holds it, and its place in
-    that segment."""
+    """The places of the keys [..., N] of a block. For each key they are the segment of the block that holds it, and its
+    place in that segment."""
 
     segment: Any
     offset: Any
@@ -115,7 +116,7 @@ class KeyPlaces(NamedTuple):
 
 @triton.jit
 def load_item(row):
-    """Loads an item. row: pointer to its row."""
+    """Loads an item. `row` points to its row."""
     return Item(
         segment_start=tl.load(row + _SEGMENT_START),
         shared_end=tl.load(row + _SHARED_END),
@@ -127,14 +128,14 @@ def load_item(row):
 
 @triton.jit
 def _load_listed(segments, number, end, COLUMN: tl.constexpr):
-    """Loads a column of the segment list; 0 from segment `end` on."""
+    """Loads a column of the segment list. It is 0 from segment `end` on."""
     return load_in_halves(segments + number * _SEGMENT_COLUMNS + COLUMN, number < end)
 
 
 @triton.jit
 def load_segments(segments, first, end, key_segment, COLUMN: tl.constexpr, COUNT: tl.constexpr):
-    """A column of the segment list for each key of a block of COUNT segments from `first` on. Few segments are loaded
-    as scalars: a thread then keeps one address for each."""
+    """Loads a column of the segment list for each key of a block of COUNT segments from `first` on. Few segments are
+    loaded as scalars, because a thread then keeps one address for each."""
     if COUNT > 4:
         return _load_listed(segments, first + key_segment, end, COLUMN)
     value = tl.zeros_like(key_segment)
@@ -145,7 +146,7 @@ def load_segments(segments, first, end, key_segment, COLUMN: tl.constexpr, COUNT
 
 @triton.jit
 def attend(state, query, keys, values, seen, MASK: tl.constexpr, FEATURES: tl.constexpr):
-    """Adds a block of keys to the state; under MASK those that are `seen`."""
+    """Adds a block of keys to the state. Under MASK it adds only those that are `seen`."""
     PRECISION: tl.constexpr = FEATURES.precision
     logits = tl.dot(query.tile, keys, input_precision=PRECISION) * query.scale  # S = Q·Kᵀ
     if FEATURES.soft_cap:
@@ -279,7 +280,7 @@ def compute_item(
     MERGE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """The item at a row of the items, for one KV head."""
+    """Computes the item at a row of the items, for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     GROUP: tl.constexpr = SHAPE.group_size
     ROWS: tl.constexpr = TILE.block_m // TILE.subtiles  # of a subtile, which holds whole groups
@@ -330,8 +331,9 @@ def decode_kernel(
     BUCKETS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The items of one or two buckets (`TileList.counts`). PDL_TRIGGER: the next launch may start now. PDL_WAIT: this
-    launch starts before the one ahead of it ends, and waits for it before it reads its partials."""
+    """Computes the items of one or two buckets (`TileList.counts`). With `PDL.trigger` the next launch may start now.
+    With `PDL.wait` this launch starts before the one ahead of it ends, and waits for it before it reads its
+    partials."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     first_item = tl.load(work.counts + BUCKETS.first)
@@ -362,14 +364,14 @@ def decode_kernel(
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the items of the launch's buckets, for layers like `t`."""
+    """Returns the launch of the items of the launch's buckets, for layers like `t`."""
     given = launch_arguments(plan, t, launch, options)
     grids, of_layer = [Grid(launch.num_ctas, given)], arguments.of_layer(plan.geometry)
     return BoundLaunches(decode_kernel, grids, arguments.LAYER, of_layer)
 
 
 def launch_arguments(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> dict[str, Any]:
-    """The arguments of `decode_kernel`, and how it is compiled and launched."""
+    """Returns the arguments of `decode_kernel`, and how it is compiled and launched."""
     arrays, geometry, heights = plan.arrays, plan.geometry, len(plan.tiles)
     tile = plan.tiles[launch.buckets[0] % heights]
     return {
@@ -400,7 +402,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchO
 
 
 def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:
-    """The constants of a tile of the table."""
+    """Returns the constants of a tile of the table."""
     return DecodeTile(
         block_m=tile.block_m,
         block_n=tile.block_n,

@@ -52,7 +52,8 @@ class OutStrides(NamedTuple):
 
 
 class MergeShape(NamedTuple):
-    """Constants of an attention. several: `MergeTile.heads`; slices, sliced_up_to: as there."""
+    """Constants of an attention. `several`, `slices` and `sliced_up_to` are the fields `heads`, `slices` and
+    `sliced_up_to` of `MergeTile`."""
 
     num_qo_heads: int
     group_size: int
@@ -65,7 +66,8 @@ class MergeShape(NamedTuple):
 
 @triton.jit
 def _add_block(state, operands, first, last, head, dv, SHAPE: tl.constexpr, COUNT: tl.constexpr):
-    """Adds dims dv of the partials in slots [first, last), at most COUNT of them. head: one, or several [H]."""
+    """Adds dims `dv` of the partials in slots [first, last), which are at most COUNT. `head` is one head, or several
+    [H]."""
     slot = first + tl.arange(0, COUNT)
     slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + tl.expand_dims(head, len(head.shape))
     valid, slot_at = tl.broadcast(slot < last, slot_at)
@@ -92,8 +94,8 @@ def _merge_heads(
     RETURN_LSE: tl.constexpr,
     PDL_WAIT: tl.constexpr,
 ):
-    """HEADS heads of one query token, or one of SLICES slices of a head. One head is a row without an axis of heads:
-    that takes half the registers."""
+    """Merges HEADS heads of one query token, or one of SLICES slices of a head. One head is a row without an axis of
+    heads, because that takes half the registers."""
     DV: tl.constexpr = SHAPE.padded_dim_v // SLICES
     GROUPS: tl.constexpr = SHAPE.num_qo_heads // HEADS
     dv = tl.arange(0, DV)
@@ -146,7 +148,7 @@ def merge_kernel(
     RETURN_LSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """counts[COUNT_AT] query tokens; PDL as in `decode_kernel`."""
+    """Merges counts[COUNT_AT] query tokens. PDL means what it means in `decode_kernel`."""
     first, step = tl.program_id(0), tl.num_programs(0)
     num_heads = tl.load(work.counts + COUNT_AT) * SHAPE.num_qo_heads
     whole = num_heads  # heads that are a task each
@@ -170,12 +172,12 @@ def merge_kernel(
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the merges that no item does, for layers like `t`."""
+    """Returns the launch of the merges that no item does, for layers like `t`."""
     return BoundLaunches(merge_kernel, [Grid(launch.num_ctas, launch_arguments(plan, t, options))], LAYER, of_layer)
 
 
 def launch_arguments(plan: GpuPlan, t: Tensors, options: LaunchOptions) -> dict[str, Any]:
-    """The arguments of `merge_kernel`, and how it is compiled and launched."""
+    """Returns the arguments of `merge_kernel`, and how it is compiled and launched."""
     arrays, geometry, tile = plan.arrays, plan.geometry, plan.merge_tile
     return {
         "operands": MergeOperands(t.out, t.lse, t.partial, t.partial_lse),
@@ -196,12 +198,12 @@ LAYER: Final = ("operands", "v_scale", "sinks")  # the arguments that differ fro
 
 
 def of_layer(t: Tensors) -> tuple[Any, ...]:
-    """The arguments `LAYER`."""
+    """Returns the arguments `LAYER`."""
     return MergeOperands(t.out, t.lse, t.partial, t.partial_lse), t.v_scale, t.sinks
 
 
 def merge_shape(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, tile: MergeTile) -> MergeShape:
-    """The constants of an attention."""
+    """Returns the constants of an attention."""
     group_size = num_qo_heads // num_kv_heads
     return MergeShape(
         num_qo_heads=num_qo_heads,

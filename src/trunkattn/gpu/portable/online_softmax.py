@@ -21,7 +21,7 @@ NEG_INF = tl.constexpr(numerics.NEG_INF)
 
 
 class Softmax(NamedTuple):
-    """acc [..., M, D], row_max and row_sum [..., M], float32."""
+    """The state of rows. `acc` is [..., M, D], and `row_max` and `row_sum` are [..., M], all in float32."""
 
     acc: Any
     row_max: Any
@@ -30,17 +30,18 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, DIM: tl.constexpr):
-    """The state of rows that have seen no key."""
+    """Returns the state of rows that have seen no key."""
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     return Softmax(acc, tl.full([BLOCK_M], NEG_INF, tl.float32), tl.zeros([BLOCK_M], tl.float32))
 
 
 @triton.jit
 def softmax_step(state, scores, scale, block_max):
-    """p of a block of keys, the state with its maximum and its sum of p, and what `add_values` multiplies acc by.
+    """Returns p of a block of keys, the state with its maximum and its sum of p, and what `add_values` multiplies acc
+    by.
 
-    The logits are scores · scale: multiplied here, so that scaling and subtraction are one instruction. block_max is
-    the largest logit of each row.
+    The logits are scores · scale. They are multiplied here, so that scaling and subtraction are one instruction.
+    `block_max` is the largest logit of each row.
     """
     row_max = tl.maximum(state.row_max, block_max)
     p = tl.exp2(scores * scale - tl.expand_dims(row_max, len(scores.shape) - 1))
@@ -60,7 +61,8 @@ def add_values(state, rescale, p, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_partial(state, partial, lse, valid):
-    """Adds one partial to each row: partial [M, D], lse and valid [M]. Nothing is added where not valid."""
+    """Adds one partial to each row. `partial` is [M, D], and `lse` and `valid` are [M]. Nothing is added where a
+    partial is not valid."""
     partial_max = lse * LOG2_E
     row_max = tl.maximum(state.row_max, partial_max)
     rescale, weight = tl.exp2(state.row_max - row_max), tl.where(valid, tl.exp2(partial_max - row_max), 0.0)
@@ -70,7 +72,8 @@ def add_partial(state, partial, lse, valid):
 
 @triton.jit
 def add_partials(state, partials, lse, valid):
-    """Adds several partials to each row: acc [..., D], partials [..., N, D], lse and valid [..., N]."""
+    """Adds several partials to each row. `state.acc` is [..., D], `partials` are [..., N, D], and `lse` and `valid` are
+    [..., N]."""
     AXIS: tl.constexpr = len(lse.shape) - 1
     partial_max = lse * LOG2_E
     row_max = tl.maximum(state.row_max, tl.max(partial_max, AXIS))
@@ -83,24 +86,24 @@ def add_partials(state, partials, lse, valid):
 
 @triton.jit
 def output_of(state):
-    """The output of each row, 0 of a row that has seen no key."""
+    """Returns the output of each row, which is 0 for a row that has seen no key."""
     return state.acc / tl.where(state.row_sum > 0, state.row_sum, 1.0)[:, None]
 
 
 @triton.jit
 def lse_of(state, EMPTY_LSE: tl.constexpr):
-    """The lse of each row, EMPTY_LSE of a row that has seen no key."""
+    """Returns the lse of each row, which is EMPTY_LSE for a row that has seen no key."""
     row_sum = tl.where(state.row_sum > 0, state.row_sum, 1.0)
     return tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
 
 
 @triton.jit
 def sink_divisor(sink, lse):
-    """What an attention sink divides an output by: it is one more logit, without a value."""
+    """Returns what an attention sink divides an output by: it is one more logit, without a value."""
     return 1.0 + tl.exp2((sink - lse) * LOG2_E)
 
 
 @triton.jit
 def soft_capped(logits, soft_cap):
-    """soft_cap · tanh(logits / soft_cap), in base 2, of logits in base e."""
+    """Returns soft_cap · tanh(logits / soft_cap) in base 2, for logits in base e."""
     return (2.0 / (1.0 + tl.exp2(logits * (-2.0 * LOG2_E / soft_cap))) - 1.0) * (soft_cap * LOG2_E)

@@ -51,8 +51,8 @@ class PrefillWork(NamedTuple):
 
 
 class PrefillTileShape(NamedTuple):
-    """Constants of a tile of block_m rows and block_n keys. segment_size: tokens for which one page id is read. stages:
-    blocks in flight."""
+    """Constants of a tile of `block_m` rows and `block_n` keys. One page id is read for `segment_size` tokens, and
+    `stages` blocks are in flight."""
 
     block_m: int
     block_n: int
@@ -78,8 +78,8 @@ class PageRow(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """An item's blocks of keys, from token `start` on: first `leading` blocks that a window masks, then `full` blocks
-    that all rows see, then masked blocks; `count` blocks in all."""
+    """An item's blocks of keys, which begin at token `start`. A window masks the first `leading` blocks, all rows see
+    the `full` blocks that follow, and the rest are masked. There are `count` blocks in all."""
 
     start: Any
     leading: Any
@@ -89,7 +89,7 @@ class KeyBlocks(NamedTuple):
 
 @triton.jit
 def load_item(row):
-    """Loads an item. row: pointer to its row."""
+    """Loads an item. `row` points to its row."""
     return ChunkItem(
         kv_row=tl.load(row + _KV_ROW),
         kv_start=tl.load(row + _KV_START),
@@ -101,8 +101,8 @@ def load_item(row):
 
 @triton.jit
 def load_pages(row, first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The page of each key [N] of the block at token `first`. Few segments are looked up as scalars: a thread then
-    keeps one address for each."""
+    """Loads the page of each key [N] of the block at token `first`. Few segments are looked up as scalars, because a
+    thread then keeps one address for each."""
     COUNT: tl.constexpr = TILE.block_n // TILE.segment_size
     if COUNT > 4:
         column = (first + n // TILE.segment_size * TILE.segment_size) // SHAPE.page_size
@@ -116,7 +116,7 @@ def load_pages(row, first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def offset_in_page(first, n, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The place in its page of each key of a block, which begins at a multiple of a segment."""
+    """Returns the place in its page of each key of a block, which begins at a multiple of a segment."""
     if TILE.segment_size == SHAPE.page_size:
         return n % TILE.segment_size
     return (first + n // TILE.segment_size * TILE.segment_size) % SHAPE.page_size + n % TILE.segment_size
@@ -135,8 +135,8 @@ def key_blocks(item, position, used, window, TILE: tl.constexpr):
 
 @triton.jit
 def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexpr, FEATURES: tl.constexpr):
-    """Adds a block of keys to the state; under MASK those that are `seen`. The largest logit is found before scaling,
-    by a scale of either sign."""
+    """Adds a block of keys to the state. Under MASK it adds only those that are `seen`. It finds the largest logit
+    before scaling, and the scale may have either sign."""
     PRECISION: tl.constexpr = FEATURES.precision
     scores = tl.dot(q_tile, keys, input_precision=PRECISION)  # S = Q·Kᵀ
     if FEATURES.soft_cap:
@@ -163,7 +163,7 @@ def prefill_item(
     TILE: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """The item at a row of the items, for one KV head."""
+    """Computes the item at a row of the items, for one KV head."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     GROUP: tl.constexpr = SHAPE.group_size
@@ -222,9 +222,9 @@ def prefill_kernel(
     FEATURES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """count[0] items in the order of `even_rounds`. In one round a CTA takes its turn from the front, in the next from
-    the back, if that round is full, so that all CTAs end at about the same time. PDL.trigger: the next launch may start
-    now."""
+    """Computes count[0] items in the order of `even_rounds`. In one round a CTA takes its turn from the front, and in
+    the next from the back if that round is full, so that all CTAs end at about the same time. With `PDL.trigger` the
+    next launch may start now."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
     num_tasks, num_programs = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
@@ -248,14 +248,14 @@ def prefill_kernel(
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
-    """The launch of the items of prompt chunks, for layers like `t`. It is the first of a plan, and waits for
+    """Returns the launch of the items of prompt chunks, for layers like `t`. It is the first of a plan, and waits for
     nothing."""
     grids = [Grid(launch.num_ctas, launch_arguments(plan, t, options))]
     return BoundLaunches(prefill_kernel, grids, arguments.LAYER, arguments.of_layer(plan.geometry))
 
 
 def launch_arguments(plan: GpuPlan, t: Tensors, options: LaunchOptions) -> dict[str, Any]:
-    """The arguments of `prefill_kernel`, and how it is compiled and launched, for a plan with prompt chunks."""
+    """Returns the arguments of `prefill_kernel` for a plan with prompt chunks, and how it is compiled and launched."""
     chunks, geometry = plan.chunks, plan.geometry
     assert chunks
     features = arguments.features(geometry, t.q.dtype, options.return_lse)
@@ -282,7 +282,7 @@ def launch_arguments(plan: GpuPlan, t: Tensors, options: LaunchOptions) -> dict[
 
 
 def tile_shape(tile: PrefillTile, page_size: int) -> PrefillTileShape:
-    """The constants of a tile. A segment, for which one page id is read, has a power of two of tokens and divides a
-    page and a block."""
+    """Returns the constants of a tile. A segment, for which one page id is read, has a power of two of tokens and
+    divides a page and a block."""
     segment_size = min(tile.block_n, page_size & -page_size)
     return PrefillTileShape(tile.block_m, tile.block_n, segment_size, tile.stages)

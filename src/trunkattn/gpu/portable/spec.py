@@ -1,4 +1,4 @@
-"""The portable kernels, in Triton: what they refuse, and their tiles with their prices. Triton is not imported here."""
+"""What the portable kernels refuse, and their tiles with their prices. Triton is not imported here."""
 
 from dataclasses import replace
 from math import gcd
@@ -94,7 +94,8 @@ _SLICED: Final = 256  # the most heads that are sliced: with more, one task per 
 
 
 def refuses(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the kernels for decodes and for prompt chunks do not compute an attention on a card; empty if they do."""
+    """Returns why the kernels for decodes and for prompt chunks do not compute an attention on a card. The reason is
+    empty if they do."""
     if config.latent_dim is not None:
         return [READS_NO_LATENT]
     reasons = card.why_too_old
@@ -114,12 +115,13 @@ def refuses(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def refuses_merge(config: AttentionConfig, card: Card) -> list[str]:
-    """Why the merge does not take partial states of an attention; it takes those of every kernel."""
+    """Returns why the merge does not take partial states of an attention. It takes those of every kernel."""
     return []
 
 
 def tile_itemsize(config: AttentionConfig) -> int:
-    """Bytes of an element of the keys in a tile: float32 queries convert the cache's elements to float32."""
+    """Returns the bytes of an element of the keys in a tile. Float32 queries convert the cache's elements to
+    float32."""
     return max(config.cache_dtype.itemsize, config.dtype.itemsize if config.dtype.itemsize > 2 else 0)
 
 
@@ -128,8 +130,9 @@ def _width(config: AttentionConfig) -> int:
 
 
 def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
-    """The tiles of decodes, in ascending order of rows. A batch-invariant attention has one tile for all rows: another
-    would sum the same numbers in another order. Items that are packs read all keys with all rows."""
+    """Returns the tiles of decodes, in ascending order of rows. A batch-invariant attention has one tile for all rows,
+    because another one would sum the same numbers in another order. Items that are packs read all keys with all
+    rows."""
     itemsize, width = tile_itemsize(config), _width(config)
     tiles = tiles_of(itemsize, width, config.group_size, card.capability)
     if config.batch_invariant:
@@ -138,7 +141,7 @@ def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
 
 
 def tiles_of(itemsize: int, width: int, group_size: int, capability: int = HOPPER) -> tuple[GpuTile, ...]:
-    """The tiles of decodes, in ascending order of rows.
+    """Returns the tiles of decodes, in ascending order of rows.
 
     Args:
         itemsize: bytes of an element of the cache.
@@ -164,9 +167,9 @@ def tiles_of(itemsize: int, width: int, group_size: int, capability: int = HOPPE
 def invariant_tiles(
     itemsize: int, width: int, tiles: tuple[GpuTile, ...], capability: int = HOPPER
 ) -> tuple[GpuTile, ...]:
-    """The tile of a batch-invariant attention, one for all rows: another would sum the same numbers in another order.
-    tiles: of the attention otherwise. The lower one was timed with 16-bit heads up to 128 in groups up to 16, and holds
-    too few requests of larger groups."""
+    """Returns the tile of a batch-invariant attention, one for all rows, because another one would sum the same numbers
+    in another order. `tiles` are those that the attention has otherwise. The lower one was timed with 16-bit heads up
+    to 128 in groups up to 16, and holds too few requests of larger groups."""
     tallest = without_subtiles(tiles)[-1]
     fits = tallest.block_m >= INVARIANT_TILE.block_m and tiles[0].block_m <= INVARIANT_TILE.block_m
     is_timed = itemsize == 2 and width <= WIDE and capability == HOPPER
@@ -174,8 +177,8 @@ def invariant_tiles(
 
 
 def _in_eight_warps(tile: GpuTile) -> GpuTile:
-    """The tile for a card that was not timed: tall tiles in 4 warps spill on an sm_80 or an sm_100. One CTA of 8 warps
-    is assumed to be as fast as two of 4."""
+    """Returns the tile for a card that was not timed, because tall tiles in 4 warps spill on an sm_80 or an sm_100. One
+    CTA of 8 warps is assumed to be as fast as two of 4."""
     if tile.subtiles == 1 or tile.warps == 8:
         return tile
     full, masked = tile.block_ns
@@ -195,12 +198,12 @@ def _flat(tile: GpuTile) -> GpuTile:
 
 
 def prefill_tiles(config: AttentionConfig, card: Card) -> tuple[PrefillTile, ...]:
-    """The tile of prompt chunks. Its rows hold any group that the tiles of decodes hold."""
+    """Returns the tile of prompt chunks. Its rows hold any group that the tiles of decodes hold."""
     return (prefill_tile(tile_itemsize(config), _width(config), card.capability),)
 
 
 def prefill_tile(itemsize: int, width: int, capability: int = HOPPER) -> PrefillTile:
-    """The tile of prompt chunks. The arguments are those of `tiles_of`."""
+    """Returns the tile of prompt chunks. The arguments are those of `tiles_of`."""
     timed = capability == HOPPER
     if itemsize > 2:
         return PREFILL_TILE_SMALL
@@ -210,13 +213,13 @@ def prefill_tile(itemsize: int, width: int, capability: int = HOPPER) -> Prefill
 
 
 def merge_tiles(config: AttentionConfig, card: Card) -> tuple[MergeTile, ...]:
-    """The tile of the merge, on every card."""
+    """Returns the tile of the merge, on every card."""
     return (merge_tile(config.num_qo_heads, config.value_dim, config.batch_invariant),)
 
 
 def merge_tile(num_qo_heads: int, head_dim_v: int, batch_invariant: bool = False) -> MergeTile:
-    """The tile of an attention. batch_invariant: a task is always one head, and the kernel has no other way to compute
-    one: the ways add in different orders, and which is taken depends on the batch."""
+    """Returns the tile of an attention. If it is `batch_invariant`, a task is always one head, and the kernel has no
+    other way to compute one. The ways add in different orders, and which one is taken depends on the batch."""
     width = padded_head_dim(head_dim_v)
     together = _SEVERAL if width < _SEVERAL else _SEVERAL_LATENT
     heads = 1 if batch_invariant else gcd(num_qo_heads, max(1, together // width))

@@ -24,7 +24,8 @@ def spread_stride(num_ctas: int) -> int:
 
 
 def _largest_quotient(a: int, b: int) -> int:
-    """The largest quotient of Euclid's algorithm. The larger it is, the nearer b / a is to a simple fraction."""
+    """Returns the largest quotient of Euclid's algorithm. The larger it is, the nearer b / a is to a simple
+    fraction."""
     most = 0
     while b:
         most, a, b = max(most, a // b), b, a % b

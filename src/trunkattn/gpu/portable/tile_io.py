@@ -12,7 +12,7 @@ _DIRECT = tl.constexpr(DIRECT)
 
 
 class Rows(NamedTuple):
-    """The rows of a tile [M]: each is a query token of the step and a query head, if it is used."""
+    """The rows of a tile [M]. Each is a query token of the step and a query head, if it is used."""
 
     token: Any
     head: Any
@@ -20,7 +20,8 @@ class Rows(NamedTuple):
 
 
 class HeadCache(NamedTuple):
-    """Keys and values of one KV head: where they begin, and the strides of a page and of a token in it."""
+    """Keys and values of one KV head. The fields say where they begin, and what the strides of a page and of a token in
+    it are."""
 
     k: Any
     v: Any
@@ -32,8 +33,8 @@ class HeadCache(NamedTuple):
 
 @triton.jit
 def load_in_halves(pointer, mask):
-    """Loads int32 numbers, 0 where masked, as two halves. Triton would stage a load of 32 bits in shared memory, as it
-    does keys, and wait for it. Halves stay in registers."""
+    """Loads int32 numbers as two halves, and 0 where masked. Triton would stage a load of 32 bits in shared memory, as
+    it does keys, and wait for it. Halves stay in registers."""
     half = pointer.to(tl.pointer_type(tl.uint16))
     low = tl.load(half, mask=mask, other=0).to(tl.int32)
     return low | tl.load(half + 1, mask=mask, other=0).to(tl.int32) << 16
@@ -41,7 +42,8 @@ def load_in_halves(pointer, mask):
 
 @triton.jit
 def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """Loads a tile of queries, keys or values. It masks only if it must: masked loads take address registers."""
+    """Loads a tile of queries, keys or values. It masks only if it must, because masked loads take address
+    registers."""
     pointers = base + rows + columns
     if WIDTH != PADDED:
         return tl.load(pointers, mask=inside & (columns < WIDTH), other=0.0)
@@ -53,7 +55,7 @@ def load_tile(base, rows, columns, inside, WIDTH: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def load_queries(operands, strides, rows, SHAPE: tl.constexpr):
-    """Loads the query rows, 0 where not used, in the dtype of the matrix product with the keys."""
+    """Loads the query rows in the dtype of the matrix product with the keys. Rows that are not used are 0."""
     at = (rows.token.to(tl.int64) * strides.q_token + rows.head * strides.q_head)[:, None]
     d = tl.arange(0, SHAPE.padded_dim)[None, :]
     tile = load_tile(operands.q, at, d, rows.used[:, None], SHAPE.head_dim, SHAPE.padded_dim, True)
@@ -64,8 +66,8 @@ def load_queries(operands, strides, rows, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_block(cache, page, offset, q_tile, SHAPE: tl.constexpr):
-    """Loads a block's keys [D, N] and values [N, Dv] in the dtype of the queries. page, offset [N]: place of each
-    key."""
+    """Loads a block's keys [D, N] and values [N, Dv] in the dtype of the queries. `page` and `offset` [N] are the place
+    of each key."""
     d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
     k_at, v_at = page * cache.k_page + offset * cache.k_token, page * cache.v_page + offset * cache.v_token
     keys = load_tile(cache.k, k_at[None, :], d[:, None], True, SHAPE.head_dim, SHAPE.padded_dim, False)
@@ -76,8 +78,8 @@ def load_block(cache, page, offset, q_tile, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_masked_block(cache, page, offset, inside, q_tile, SHAPE: tl.constexpr):
-    """A block's keys [..., D, N] and values [..., N, Dv], 0 where not inside, in the dtype of the cache. page, offset,
-    inside [..., N]: of each key."""
+    """Loads a block's keys [..., D, N] and values [..., N, Dv] in the dtype of the cache. They are 0 where a key is not
+    `inside`. `page`, `offset` and `inside` [..., N] belong to each key."""
     N: tl.constexpr = len(q_tile.shape) - 2  # the axis to insert for keys
     M: tl.constexpr = len(q_tile.shape) - 1  # and for values
     d, dv = tl.arange(0, SHAPE.padded_dim), tl.arange(0, SHAPE.padded_dim_v)
@@ -94,7 +96,8 @@ def load_masked_block(cache, page, offset, inside, q_tile, SHAPE: tl.constexpr):
 def store_rows(
     state, rows, partial_slot, operands, strides, v_scale, sinks, SHAPE: tl.constexpr, FEATURES: tl.constexpr
 ):
-    """Writes each used row to its partial slot, or to the output if the slot is DIRECT. v_scale: of the KV head."""
+    """Writes each used row to its partial slot, or to the output if the slot is DIRECT. `v_scale` is that of the KV
+    head."""
     dv = tl.arange(0, SHAPE.padded_dim_v)
     columns = (dv < SHAPE.head_dim_v)[None, :]
     result, lse = output_of(state), lse_of(state, NEG_INF)

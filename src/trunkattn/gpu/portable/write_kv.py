@@ -1,4 +1,4 @@
-"""New keys and values into a paged cache on a GPU: a CTA writes one token of one KV head to both caches."""
+"""Writes new keys and values into a paged cache on a GPU. A CTA writes one token of one KV head to both caches."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class NewStrides(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """Strides of the caches, in elements; their head dimension is contiguous."""
+    """Strides of the caches, in elements. Their head dimension is contiguous."""
 
     k_page: Any
     k_token: Any
@@ -51,7 +51,8 @@ def write_kv_kernel(
     HEAD_DIM_V: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Program (token, head). It skips a slot outside the cache, -1 included: nothing is written outside."""
+    """Writes the token and head of this program. It skips a slot outside the cache, -1 included, so that nothing is
+    written outside."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
@@ -70,7 +71,7 @@ def write_kv_kernel(
 def write_on_gpu(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """`write_kv` of checked arguments on the current stream."""
+    """Does `write_kv` with checked arguments on the current stream."""
     num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return
