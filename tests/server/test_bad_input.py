@@ -141,10 +141,19 @@ def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> 
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", COMPLETE, 405)])
-def test_other_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status", "expected"),
+    [
+        ("GET", "/nothing", 404, "expected one of /, /detokenize"),
+        ("GET", COMPLETE, 405, "expected the method POST"),
+        ("POST", "/health", 405, "expected the method GET or HEAD"),
+        ("PUT", "/static/live.js", 405, "expected the method GET or HEAD"),
+    ],
+)
+def test_other_paths_and_methods(server: Server, method: str, path: str, status: int, expected: str) -> None:
     response = httpx.request(method, f"{server.url}{path}")
-    assert response.status_code == status and response.json()["error"]["message"].startswith(f"{method} {path}:")
+    message = response.json()["error"]["message"]
+    assert response.status_code == status and message.startswith(f"{method} {path}: ") and expected in message
 
 
 def test_a_bad_request_harms_nobody(server: Server) -> None:

@@ -138,7 +138,31 @@ def test_a_port_is_one_servers_while_its_model_is_loaded() -> None:
             pass
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
+def test_a_port_with_ended_connections_is_one_servers_too() -> None:
+    with socket.socket() as ended:
+        ended.bind(("127.0.0.1", 0))
+        ended.listen()
+        options = ServerOptions("a", port=ended.getsockname()[1])
+        with socket.create_connection(ended.getsockname()):
+            ended.accept()[0].close()  # the server's end waits for late packets
+    with _bound(options) as first:
+        with pytest.raises(typer.BadParameter, match="another program uses it"):
+            _bound(options)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as most servers do
+            other.bind(first.getsockname())
+        _listen(first, options)
+        with socket.create_connection(first.getsockname()):
+            pass
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_may_have_brackets_as_in_a_url(host: str) -> None:
+    with _bound(ServerOptions("a", host, 0, allowed_hosts=(host,))) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid", "a..b", "x" * 64])
 def test_an_address_of_another_machine_is_blamed_on_the_host(host: str) -> None:
     with pytest.raises(typer.BadParameter) as raised:
         _bound(ServerOptions("a", host, 0))
@@ -169,6 +193,9 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("--tool-call-parser", "x", "expected one of"),
         ("--max-waiting", 0, "expected"),
         ("--host", "", "expected an address or a name"),
+        ("--host", "127.0.0.1:8000", "expected an address or a name without a scheme, a port"),
+        ("--host", "[::1]:8000", "expected an address or a name without a scheme, a port"),
+        ("--host", "http://127.0.0.1", "expected an address or a name without a scheme"),
         ("--allowed-host", "", "expected a name without"),
         ("--allowed-host", "llm.example:8000", "expected a name without a scheme, a port or a path"),
         ("--allowed-origin", "https://llm.example/", "expected a scheme and a host without a path"),

@@ -65,8 +65,8 @@ def _bound(server: ServerOptions) -> socket.socket:
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # With SO_REUSEADDR, which connections of a server that has ended make necessary, it would share the port
-            # with another server that does not listen yet.
+            # Connections of a server that has ended make SO_REUSEADDR necessary. A socket that keeps it would share the
+            # port with another one that has it too and does not listen yet.
             try:
                 listener.bind(address)
             except OSError as error:
@@ -74,6 +74,7 @@ def _bound(server: ServerOptions) -> socket.socket:
                     raise
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:
             listener.close()
             raise
@@ -92,6 +93,9 @@ def _reported(server: ServerOptions) -> Iterator[None]:
     """Turns an error of a socket into one of the option that it is about."""
     try:
         yield
+    except UnicodeError as error:
+        message = f"{server.host}: no machine can have this name; choose another one"
+        raise typer.BadParameter(message, param_hint="--host") from error
     except OSError as error:
         is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         reason = "another program uses it" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))

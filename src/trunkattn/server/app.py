@@ -21,7 +21,7 @@ from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
-from trunkattn.server.middleware import AnswerErrors, CheckHost, LimitBody, RequireKey
+from trunkattn.server.middleware import AnswerErrors, CheckHost, LimitBody, ReadTarget, RequireKey
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
@@ -92,6 +92,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(CheckHost, options=options)
+    app.add_middleware(ReadTarget)
     app.add_middleware(AnswerErrors, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
     return app
 

@@ -101,6 +101,9 @@ def add_handlers(app: FastAPI) -> None:
             known = {route.path for route in app.routes if isinstance(route, Route)}
             paths = ", ".join(sorted(path for path in known if "{" not in path))
             message = f"{request.method} {request.url.path}: there is no such path; expected one of {paths}"
+        if error.status_code == 405:
+            methods = " or ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+            message = f"{request.method} {request.url.path}: expected the method {methods} for this path"
         return error_response(error.status_code, message, headers=error.headers)
 
     async def any_other(request: Request, error: Exception) -> JSONResponse:

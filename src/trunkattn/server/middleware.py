@@ -1,4 +1,7 @@
-"""What stands before the endpoints: errors, hosts, keys, the size of bodies, and the count of requests. Plain ASGI."""
+"""What stands before the endpoints: errors, targets, hosts, keys, the size of bodies, and the count of requests.
+
+It is plain ASGI.
+"""
 
 import asyncio
 import hmac
@@ -8,8 +11,10 @@ import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any, Final
+from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkattn.server.errors import error_response, failure
@@ -19,6 +24,8 @@ from trunkattn.server.options import ServerOptions
 
 # What anybody may read: whether the server lives, what it counts, and the page without its data.
 _OPEN_PATHS: Final = ("/", "/health", "/metrics", "/static/")
+_ABSOLUTE: Final = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
+_METHODS: Final = "GET, HEAD, OPTIONS, POST"
 _UNCOUNTED_BYTES: Final = 64 << 10  # bodies up to here are let in whatever else is being read
 _DRAINED_BYTES: Final = 256 << 20
 _DRAIN_SECONDS: Final = 10.0
@@ -36,13 +43,13 @@ class AnswerErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        path = scope["path"] if scope["path"] in self._paths else "other"
         started = False
 
         async def count(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                path = scope["path"] if scope["path"] in self._paths else "other"
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
@@ -52,6 +59,27 @@ class AnswerErrors:
             response = failure(error)
             if not started:
                 await response(scope, receive, count)
+
+
+class ReadTarget:
+    """Reads targets that are no path (RFC 9112, section 3.2): of `http://host/path`, which clients send to a proxy, it
+    takes the path and the host, and it answers `OPTIONS *` for the whole server. Other versions than HTTP/1 get 505."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if scope["http_version"] not in ("1.0", "1.1"):  # HTTP/2 without TLS begins with a head of its own
+                message = f"HTTP/{scope['http_version']}: expected HTTP/1.1"
+                return await error_response(505, message, headers={"Connection": "close"})(scope, receive, send)
+            if (scope["method"], scope["path"]) == ("OPTIONS", "*"):
+                return await Response(status_code=204, headers={"Allow": _METHODS})(scope, receive, send)
+            if absolute := _ABSOLUTE.fullmatch(scope["raw_path"]):
+                host, path = absolute[1], absolute[2] or b"/"
+                others = [header for header in scope["headers"] if header[0] != b"host"]
+                scope.update(path=unquote(path.decode("ascii")), raw_path=path, headers=[(b"host", host), *others])
+        await self._app(scope, receive, send)
 
 
 class CheckHost:

@@ -10,7 +10,9 @@ from trunkattn.validate import keep_int
 
 # What a browser sends in the header Origin: a scheme and a host, a port perhaps, and no path.
 _ORIGIN: Final = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
-_HOST: Final = re.compile(r"[^\s/?#@:]+|[0-9a-f:.]+")
+_BRACKETED: Final = re.compile(r"\[([^\[\]]*:[^\[\]]*)\]")  # an address of IPv6 in a URL
+# A name or an address, without a port: an address of IPv6 has two colons at least, and perhaps a zone.
+_HOST: Final = re.compile(r"[^\s/?#@:]+|(?=.*:.*:)[0-9a-f:.]+(?:%[^\s/]+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class ServerOptions:
 
     Attributes:
         served_model_name: what `/v1/models` calls the model, and what requests must ask for.
-        host, port: where it listens. By default it listens only on this machine.
+        host, port: where it listens. By default it listens only on this machine. An address of IPv6 may have brackets,
+            as in a URL.
         api_keys: with any, a request must carry one of them as a bearer token. Each key is a tenant of its own: no
             tenant can find out, by time, which prefixes another one's requests have cached.
         allowed_hosts: names by which clients may call the server, beside its addresses, localhost and `host`; "*": any.
@@ -59,6 +62,10 @@ class ServerOptions:
             raise ValueError(f"served_model_name={self.served_model_name!r}: expected a name that is not empty")
         if not self.host:  # which would be every address of the machine
             raise ValueError("host='': expected an address or a name, such as 127.0.0.1, or 0.0.0.0 for all addresses")
+        object.__setattr__(self, "host", _without_brackets(self.host))
+        if not _HOST.fullmatch(self.host):
+            expected = "an address or a name without a scheme, a port (give that with --port) or a path"
+            raise ValueError(f"host={self.host!r}: expected {expected}, such as 127.0.0.1")
         keep_int(self, "port", 0, 65535)
         for name in ("max_waiting", "max_body_bytes", "max_answers"):
             keep_int(self, name, 1)
@@ -70,6 +77,7 @@ class ServerOptions:
         for key in self.api_keys:
             if not key or not key.isascii() or any(character.isspace() for character in key):
                 raise ValueError("api_key: expected ASCII text without spaces that is not empty")
+        object.__setattr__(self, "allowed_hosts", tuple(map(_without_brackets, self.allowed_hosts)))
         self._keep("allowed_hosts", _HOST, "a name without a scheme, a port or a path, such as llm.example")
         self._keep("allowed_origins", _ORIGIN, "a scheme and a host without a path, such as https://llm.example, or *")
         check_bool("strict_requests", self.strict_requests)
@@ -84,3 +92,9 @@ class ServerOptions:
             if not form.fullmatch(each):
                 raise ValueError(f"{name.removesuffix('s')}={each!r}: expected {expected}")
         object.__setattr__(self, name, names)
+
+
+def _without_brackets(host: str) -> str:
+    """An address of IPv6 without the brackets that it has in a URL; another host as it is."""
+    bracketed = _BRACKETED.fullmatch(host)
+    return bracketed[1] if bracketed else host

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import resource
 import socket
+import sys
 from typing import Any, Final
 
 import h11
@@ -16,10 +18,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from trunkattn.server.errors import error_body
 from trunkattn.server.limits import LIMITS
 
+_LOG: Final = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
 _BACKLOG: Final = 2048  # connections that the system keeps waiting
 _SPARE_FILES: Final = 32
 _LEAST_CONNECTIONS: Final = 16
+_TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
 _LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
 
 
@@ -33,7 +37,8 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head()
+        self._idle_since = self.loop.time()
+        self._arm(LIMITS.header_seconds)
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
             min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
@@ -41,6 +46,11 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_busy and self._timer is None:
+            self._arm(LIMITS.header_seconds)
+        super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -50,7 +60,7 @@ class LimitedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_busy:
-            self._wait_for_head()
+            self._idle_since = self.loop.time()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -61,12 +71,24 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
 
     def send_400_response(self, msg: str) -> None:
-        body = json.dumps(error_body(400, msg)).encode()
+        """Answers what is no request. The error that is being handled says more than msg, which is always the same."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if self.conn.trailing_data[0].startswith(_TLS_HANDSHAKE):
+            msg = "the client began with TLS: expected http:// in the address, or a proxy in front that ends TLS"
+        elif error is not None:
+            reason = str(error).partition(": bytearray")[0]
+            msg = f"the bytes are not HTTP/1.1 ({reason}): expected a request line, headers with one Host, and a body"
+        _LOG.warning("A connection was closed: %s.", msg)
+        body = json.dumps(error_body(status, msg)).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Says nothing. Java's clients ask for HTTP/2 with each request, and a server may ignore that."""
 
     @property
     def _is_idle(self) -> bool:
@@ -75,10 +97,6 @@ class LimitedProtocol(H11Protocol):
     @property
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _wait_for_head(self) -> None:
-        self._idle_since = self.loop.time()
-        self._arm(LIMITS.header_seconds)
 
     def _arm(self, seconds: float) -> None:
         self._stop_timer()
@@ -101,6 +119,7 @@ class AppServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, shutdown_seconds: float, **config: Any) -> None:
         self._app, self._shutdown_seconds = app, shutdown_seconds
+        config["timeout_keep_alive"] = LIMITS.idle_seconds
         config["timeout_graceful_shutdown"] = round(shutdown_seconds) + _LAST_SECONDS
         http = _limited_protocol()
         super().__init__(uvicorn.Config(app, http=http, backlog=_ACCEPTED_AT_ONCE, loop="asyncio", ws="none", **config))

@@ -17,6 +17,8 @@ _GAP: Final = 16  # characters of a prompt that may have no token
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
 # Ends of lines to Unicode. Some clients divide a stream there, though only a line feed ends an event's line.
 _LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
+# No proxy is to keep a stream: nginx holds events back until its buffer is full, unless the second header forbids it.
+_STREAM_HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
 
 
@@ -130,4 +132,4 @@ async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
         finally:
             await events.aclose()
 
-    return StreamingResponse(body(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(body(), media_type="text/event-stream", headers=_STREAM_HEADERS)

@@ -1,0 +1,138 @@
+"""Heads of requests as proxies and other clients write them, and connections between two requests."""
+
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from trunkattn.server import limits, running
+
+from .conftest import Server
+
+END = "\r\nConnection: close\r\n\r\n"
+
+
+def connected(server: Server) -> socket.socket:
+    where = urlsplit(server.url)
+    connection = socket.create_connection((where.hostname, where.port))
+    connection.settimeout(20)
+    return connection
+
+
+def answer(server: Server, sent: bytes | str) -> tuple[int, str]:
+    """The status and the body of what the server answers to some bytes."""
+    with connected(server) as connection:
+        connection.sendall(sent.encode() if isinstance(sent, str) else sent)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:8000/health", "127.0.0.1", 200),
+        ("HTTP://localhost/health?a=http://b/", "evil.example", 200),  # the target is before the header
+        ("https://[::1]:8000/%68ealth", "127.0.0.1", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost?a", "localhost", 200),
+        ("http://evil.example/health", "127.0.0.1", 421),
+        ("http://me@127.0.0.1/health", "127.0.0.1", 421),
+        ("http:///health", "127.0.0.1", 200),
+        ("ftp://127.0.0.1/health", "127.0.0.1", 404),
+        ("http://localhost/v1/completions", "localhost", 405),
+        ("*", "localhost", 404),
+    ],
+)
+def test_a_target_may_be_a_whole_address(server: Server, target: str, host: str, status: int) -> None:
+    assert answer(server, f"GET {target} HTTP/1.1\r\nHost: {host}{END}")[0] == status
+
+
+def test_a_whole_address_is_counted_by_its_path(server: Server) -> None:
+    body = json.dumps({"prompt": "trunk"})
+
+    def asked(target: str) -> float:
+        """Asks, and returns how often that has been counted."""
+        head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}{END}"
+        status, answered = answer(server, head + body)
+        assert status == 200 and json.loads(answered)["count"] == 5
+        found = re.search(r'http_requests_total{path="/tokenize",status="200"} (\S+)', server.get("/metrics").text)
+        assert found is not None
+        return float(found[1])
+
+    assert asked("http://localhost/tokenize") == asked("/tokenize") - 1
+
+
+def test_what_the_whole_server_can_be_asked(server: Server) -> None:
+    assert answer(server, f"OPTIONS * HTTP/1.1\r\nHost: localhost{END}") == (204, "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64), 400, "TLS"),
+        (b"hello\n\n", 400, "illegal request line"),
+        (b"\0\0\0\0", 400, "illegal request line"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000, 431, "too long"),
+        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "expected HTTP/1.1"),
+    ],
+)
+def test_bytes_that_are_no_request_are_told_why(server: Server, sent: bytes, status: int, message: str) -> None:
+    answered, body = answer(server, sent)
+    error = json.loads(body)["error"]["message"]
+    assert answered == status and message in error and "expected" in error and "bytearray" not in error
+
+
+def test_a_client_that_would_rather_have_http2_is_answered_quietly(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    upgrade = "Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA"
+    with caplog.at_level(logging.WARNING):
+        assert answer(server, f"GET /health HTTP/1.1\r\nHost: localhost\r\n{upgrade}\r\n\r\n")[0] == 200
+    assert not caplog.records
+
+
+def test_no_proxy_keeps_a_stream(server: Server) -> None:
+    """nginx with its default settings holds the events back."""
+    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    assert server.post("/v1/completions", body).headers["X-Accel-Buffering"] == "no"
+    with httpx.stream("GET", f"{server.url}/live") as page:
+        assert page.headers["X-Accel-Buffering"] == "no"
+
+
+def test_a_connection_may_rest_longer_than_a_head_may_take(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert limits.LIMITS.idle_seconds > 60  # so long do proxies keep theirs
+    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=0.2, idle_seconds=20))
+    with closing(HTTPConnection(urlsplit(start_server().url).netloc, timeout=20)) as connection:
+        for _ in range(2):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+            time.sleep(0.6)
+        connection.sock.sendall(b"GET /health HTTP/1.1\r\n")  # and no more of this head
+        with suppress(ConnectionResetError):
+            assert connection.sock.recv(1) == b""
+
+
+def test_a_connection_does_not_rest_for_ever(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(idle_seconds=0.2))
+    server = start_server()
+    with connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while connection.recv(1 << 16):
+            pass
