@@ -1,10 +1,13 @@
-"""Ctrl-C between two steps instead of within one."""
+"""Ctrl-C between two steps instead of within one, and at once while a library works."""
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -36,3 +39,28 @@ def held_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if len(held) == 1:
             before(*held[0])
+
+
+def interruptible(work: Callable[[], Result]) -> Result:
+    """The result of some work of a library, for which Ctrl-C does not wait.
+
+    Python raises KeyboardInterrupt between two of its own instructions, so not before a long call of a library has
+    ended. Here a thread of its own makes the call. After an interrupt it ends by itself, or with the process.
+
+    Raises:
+        Exception: what `work` raises.
+
+    Example:
+        >>> interruptible(lambda: 1 + 1)
+        2
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="trunkattn-interruptible", daemon=True).start()
+    return future.result()

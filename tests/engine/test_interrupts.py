@@ -1,9 +1,13 @@
 """Ctrl-C ends a call between two steps: nothing is left over, and the next call answers."""
 
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 
 from trunkattn import engine, lazy
 from trunkattn.engine import LLM, SamplingParams
-from trunkattn.interrupts import held_interrupts
+from trunkattn.interrupts import held_interrupts, interruptible
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
@@ -47,6 +51,51 @@ def test_an_interrupt_waits_for_the_end_of_the_step(
     llm.engine.scheduler.cache.check_integrity()
     assert llm.engine.scheduler.cache.num_pages_in_use == 0
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+COMPILING = """
+import sys
+from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
+import llguidance
+
+def told(*arguments, **options):
+    print("compiling", flush=True)
+    return llguidance.LLMatcher(*arguments, **options)
+
+def answer():
+    return len(llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids)
+
+llm = LLM(sys.argv[1], num_pages=16)
+answer()
+library = type("library", (), {"LLMatcher": staticmethod(told)})
+sys.modules["trunkattn.engine.structured_output"].library = lambda: library
+minutes = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9_999_991})
+try:
+    llm.generate("x", SamplingParams(structured_outputs=minutes))
+except KeyboardInterrupt:
+    print(answer(), flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_a_form_that_is_compiled(tiny_speaker: Path) -> None:
+    command = [sys.executable, "-c", COMPILING, str(tiny_speaker)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "compiling\n"
+            time.sleep(0.3)  # within the compiler
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert rest == "3\n" and errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_what_can_be_interrupted_raises_what_it_raises() -> None:
+    assert interruptible(lambda: 2) == 2
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda: 1 // 0)
 
 
 def test_an_interrupt_waits_for_the_end_of_an_import(monkeypatch: pytest.MonkeyPatch) -> None:

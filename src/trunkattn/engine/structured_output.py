@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from trunkattn.engine.form_grammar import grammar_of, library, reason_of, refusal
 from trunkattn.engine.form_limits import FormLimits
 from trunkattn.engine.sampling_params import StructuredOutputsParams
+from trunkattn.interrupts import interruptible
 
 # What a compiled form may hold, estimated from its text: llguidance does not say.
 _BASE_BYTES: Final = 64 << 10
@@ -101,7 +102,8 @@ class StructuredOutputs:
         with self._lock:
             matcher, failure = self._compiled.get(grammar), self._failed.get(grammar)
         if matcher is None and failure is None:
-            matcher = library().LLMatcher(self._tokens, grammar, log_level=0)
+            compiler, tokens = library().LLMatcher, self._tokens
+            matcher = interruptible(lambda: compiler(tokens, grammar, log_level=0))
             if matcher.is_error():
                 matcher, failure = None, reason_of(matcher)
         if matcher is None:
