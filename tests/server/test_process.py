@@ -140,6 +140,7 @@ def test_a_port_is_one_servers_while_its_model_is_loaded() -> None:
 
 def test_a_port_with_ended_connections_is_one_servers_too() -> None:
     with socket.socket() as ended:
+        ended.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         ended.bind(("127.0.0.1", 0))
         ended.listen()
         options = ServerOptions("a", port=ended.getsockname()[1])
