@@ -5,6 +5,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -340,3 +341,99 @@ def test_a_tree_that_an_evaluation_has_used_trains() -> None:
         q, k, v = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
         flash_attention(q, k, v, tree=tree).sum().backward()
         assert all(tensor.grad is not None for tensor in (q, k, v))
+
+
+def parent_tokens(parents: tuple[int, ...], lengths: list[int]) -> list[int]:
+    """The token before each token on its path, -1 for the first of a root."""
+    bounds = [0, *accumulate(lengths)]
+    first = [bounds[parent + 1] - 1 if parent >= 0 else -1 for parent in parents]
+    return [
+        first[segment] if place == 0 else bounds[segment] + place - 1
+        for segment, length in enumerate(lengths)
+        for place in range(length)
+    ]
+
+
+def path_to(token: int, above: list[int]) -> list[int]:
+    """The ancestors of a token from the root, and itself."""
+    return [*path_to(above[token], above), token] if token >= 0 else []
+
+
+@settings(max_examples=fraction(2))
+@given(
+    parents=st.lists(st.integers(0, 9), min_size=1, max_size=7).map(
+        lambda drawn: tuple(number % (segment + 1) - 1 for segment, number in enumerate(drawn))
+    ),
+    data=st.data(),
+)
+@pytest.mark.property
+def test_tables_by_definition(parents: tuple[int, ...], data: st.DataObject) -> None:
+    """What a tree knows of its segments, from the path of each token; segments in another order are refused."""
+    count = len(parents)
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    above = parent_tokens(parents, lengths)
+    paths = [path_to(token, above) for token in range(len(above))]
+    of_segment = [path_to(segment, list(parents)) for segment in range(count)]
+    if any(parent >= 0 and parent not in of_segment[s - 1] for s, parent in enumerate(parents)):
+        with pytest.raises(ValueError, match=r"expected -1 or a segment on the path"):
+            PrefixTree.from_segments(parents, lengths)
+        return
+    tree = PrefixTree.from_segments(parents, lengths)
+    leaves = [segment for segment in range(count) if segment not in parents]
+    bounds = [0, *accumulate(lengths)]
+    sequences = [paths[bounds[leaf + 1] - 1] for leaf in leaves]
+    assert [own.tolist() for own in tree.sequence_indices()] == sequences
+    assert (tree.starts, tree.leaves) == (tuple(bounds[:-1]), tuple(leaves))
+    assert tree.num_levels == max(map(len, of_segment))
+    ends = [1 + max(t for t, path in enumerate(paths) if token in path) for token in range(len(paths))]
+    tables = tree.tables(torch.device("cpu"))
+    assert tree.subtree_end.tolist() == ends
+    assert tables.depths[: len(paths)].tolist() == [len(path) - 1 for path in paths]
+    assert tables.segment_of.tolist() == [s for s, length in enumerate(lengths) for _ in range(length)]
+    rows = zip(bounds, bounds[1:], parents, (len(path) - 1 for path in of_segment), strict=False)
+    assert tables.segments.tolist() == [list(row) for row in rows]
+    packed = tree.pack()
+    assert packed.position_ids.tolist() == [len(path) - 1 for path in paths]
+    assert packed.predictors.tolist() == above
+    copies = [sum(token in own for own in sequences) for token in range(len(paths))]
+    assert packed.weights.tolist() == [0 if above[token] < 0 else copies[token] for token in range(len(paths))]
+    assert all(map(torch.equal, tree.pack([torch.ones(len(own)) for own in sequences])[1:], packed[1:]))
+
+
+@settings(max_examples=fraction(2))
+@given(ends=st.lists(st.integers(0, 8), min_size=1, max_size=7))
+@pytest.mark.property
+def test_ends_of_subtrees_by_definition(ends: list[int]) -> None:
+    """Ranges that are nested are a tree, and the first token whose range is not nested in those before is named."""
+    limits = [min([end for end in ends[:token] if end > token], default=len(ends)) for token in range(len(ends))]
+    wrong = [token for token, (end, limit) in enumerate(zip(ends, limits, strict=True)) if not token < end <= limit]
+    if wrong:
+        message = f"subtree_end[{wrong[0]}]={ends[wrong[0]]}: expected {wrong[0] + 1} to {limits[wrong[0]]}, the end of"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            PrefixTree.from_subtree_end(ends)
+        return
+    tree = PrefixTree.from_subtree_end(ends)
+    assert tree.subtree_end.tolist() == ends
+    children = [sum(tree.parents[other] == segment for other in range(len(tree.starts))) for segment in (-1, *range(7))]
+    assert 1 not in children[1:]  # an only child would continue its parent's segment
+
+
+@settings(max_examples=fraction(2))
+@given(
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+    answers=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=5),
+)
+@pytest.mark.property
+def test_a_prompt_and_answers_are_their_sequences(prompt: list[int], answers: list[list[int]]) -> None:
+    ended = [[*answer, 9] for answer in answers]
+    tree = PrefixTree.from_prompt(prompt, ended)
+    same = PrefixTree.from_sequences([[*prompt, *answer] for answer in ended])
+    assert tree.tokens is not None and same.tokens is not None and torch.equal(tree.tokens, same.tokens)
+    assert (tree.parents, tree.lengths, tree.leaves) == (same.parents, same.lengths, same.leaves)
+
+
+def test_a_tree_keeps_tokens_of_its_own() -> None:
+    given = torch.tensor([5, 6, 7])
+    trees = PrefixTree.from_segments([-1], [3], tokens=given), PrefixTree.from_sequences([given])
+    given.zero_()
+    assert all(tree.tokens is not None and tree.tokens.tolist() == [5, 6, 7] for tree in trees)

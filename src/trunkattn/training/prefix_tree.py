@@ -4,9 +4,11 @@ Tokens lie in depth-first pre-order, so that the subtree of token t is the range
 the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
+from struct import pack
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from trunkattn.training.sequences import TreeTables, table_length
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
+    behind,
     build_trie,
     check_list,
     integer_list,
@@ -89,8 +92,7 @@ class PrefixTree:
             ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
         """
         first = token_array("prompt", prompt)
-        rest = token_arrays("answers", answers)
-        return cls._of(build_trie("answers", [np.concatenate([first, answer]) for answer in rest]))
+        return cls._of(behind(first, build_trie("answers", token_arrays("answers", answers))))
 
     @classmethod
     def from_segments(
@@ -121,13 +123,13 @@ class PrefixTree:
             check_equal("starts", integer_list("starts", starts), bounds[:-1], "the sum of the lengths before")
         inner = set(above)
         leaves = [segment for segment in range(len(above)) if segment not in inner]
-        array = None if tokens is None else token_array("tokens", tokens)
-        if array is not None and len(array) != bounds[-1]:
-            raise ValueError(f"tokens has {len(array)} entries: expected {bounds[-1]}, the sum of lengths")
-        tree = cls._of(Segments(above, counts, bounds, leaves, array))
+        own = None if tokens is None else token_array("tokens", tokens).copy()
+        if own is not None and len(own) != bounds[-1]:
+            raise ValueError(f"tokens has {len(own)} entries: expected {bounds[-1]}, the sum of lengths")
+        tree = cls._of(Segments(above, counts, bounds, leaves, own))
         if position_ids is not None:
-            found = token_array("position_ids", position_ids).tolist()
-            check_equal("position_ids", found, tree._position_ids().tolist(), "the number of the token's ancestors")
+            found = token_array("position_ids", position_ids)
+            check_equal("position_ids", found, tree._position_ids(), "the number of the token's ancestors")
         return tree
 
     @classmethod
@@ -141,42 +143,43 @@ class PrefixTree:
         Raises:
             ValueError, TypeError: naming the argument, its value and what was expected.
         """
-        ends = token_array("subtree_end", subtree_end).tolist()
+        all_ends = token_array("subtree_end", subtree_end)
+        # An only child lies in the subtree of the token before and ends where that ends: it continues its segment.
+        continues = (all_ends[1:] == all_ends[:-1]) & (all_ends[:-1] > np.arange(1, len(all_ends)))
+        first = np.flatnonzero(np.concatenate([[True], ~continues]))
+        starts, ends = first.tolist(), all_ends[first].tolist()
         parents: list[int] = []
-        starts: list[int] = []
-        path: list[int] = []  # segments from the root to the token before
-        for token, end in enumerate(ends):
-            while path and ends[starts[path[-1]]] <= token:
+        path: list[int] = []  # segments from the root to the one before
+        for segment, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            while path and ends[path[-1]] <= start:
                 path.pop()
-            limit = ends[starts[path[-1]]] if path else len(ends)
-            if not token < end <= limit:
+            limit = ends[path[-1]] if path else len(all_ends)
+            if not start < end <= limit:
                 raise ValueError(
-                    f"subtree_end[{token}]={end}: expected {token + 1} to {limit}, the end of its parent's subtree"
+                    f"subtree_end[{start}]={end}: expected {start + 1} to {limit}, the end of its parent's subtree"
                 )
-            if path and path[-1] == len(starts) - 1 and end == limit:
-                continue  # an only child, which continues its parent's segment
             parents.append(path[-1] if path else -1)
-            path.append(len(starts))
-            starts.append(token)
-        lengths = np.diff([*starts, len(ends)]).tolist()
+            path.append(segment)
+        lengths = np.diff([*starts, len(all_ends)]).tolist()
         return cls.from_segments(parents, lengths, tokens=tokens, position_ids=position_ids)
 
     @classmethod
-    @torch.inference_mode(False)  # a backward pass takes the tree's tensors, wherever it was made
     def _of(cls, segments: Segments) -> "PrefixTree":
         """The tree of segments, which are checked but for their order."""
         num_tokens = segments.bounds[-1]
         if num_tokens > _MOST_TOKENS:
             raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
-        return cls(
-            starts=tuple(segments.bounds[:-1]),
-            lengths=tuple(segments.lengths),
-            parents=tuple(segments.parents),
-            leaves=tuple(segments.leaves),
-            num_tokens=num_tokens,
-            _by_segment=_by_segment(segments),
-            tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
-        )
+        numbers = _by_segment(segments)
+        with _outside_inference():
+            return cls(
+                starts=tuple(segments.bounds[:-1]),
+                lengths=tuple(segments.lengths),
+                parents=tuple(segments.parents),
+                leaves=tuple(segments.leaves),
+                num_tokens=num_tokens,
+                _by_segment=torch.frombuffer(numbers, dtype=torch.int32),
+                tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
+            )
 
     @property
     def _host(self) -> TreeTables:
@@ -188,9 +191,21 @@ class PrefixTree:
         return self._host.subtree_end[: self.num_tokens].clone()
 
     @property
+    def _segments(self) -> np.ndarray:
+        """`TreeTables.segments`."""
+        count = len(self.starts)
+        return self._by_segment[: 4 * count].view(count, 4).numpy()
+
+    @property
+    def _offsets(self) -> np.ndarray:
+        """Of each segment the number of ancestors of its tokens less the numbers of these."""
+        count = len(self.starts)
+        return self._by_segment[5 * count : 6 * count].numpy()
+
+    @property
     def num_levels(self) -> int:
         """The number of segments on the longest path from a root to a leaf."""
-        return int(self._host.segments[:, 3].max()) + 1
+        return int(self._segments[:, 3].max()) + 1
 
     @property
     def num_sequences(self) -> int:
@@ -204,16 +219,16 @@ class PrefixTree:
 
     def paths(self, segments: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each of some segments, in order, with the tokens from a root to its end, int64."""
-        depths = self._host.depths
-        path = np.empty(int(depths.max()) + 1, np.int64)
+        offsets = self._offsets
+        path = np.empty(int((self._segments[:, 1] + offsets).max()), np.int64)
         for segment, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            depth = int(depths[start])
+            depth = start + int(offsets[segment])
             path[depth : depth + length] = np.arange(start, start + length)
             if segment in segments:
                 yield segment, path[: depth + length].copy()
 
-    def _position_ids(self) -> torch.Tensor:
-        return self._host.depths[: self.num_tokens].long()
+    def _position_ids(self) -> np.ndarray:
+        return np.arange(self.num_tokens) + np.repeat(self._offsets, self.lengths)
 
     def tables(self, device: torch.device) -> TreeTables:
         """The tree as kernels on a device read it; it is made there once, from what is known of each segment."""
@@ -228,7 +243,7 @@ class PrefixTree:
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, which is called once for each key and kept with the tree."""
         if key not in self._cache:
-            with torch.inference_mode(False):  # an evaluation may ask first, and a backward pass then takes it
+            with _outside_inference():
                 self._cache[key] = make()
         made: _Made = self._cache[key]
         return made
@@ -252,9 +267,25 @@ class PrefixTree:
             ValueError, TypeError: the weights are no tensors of real numbers, one for each token of each sequence, or
                 require a gradient.
         """
+        sums = self._counts() if weights is None else self._sums(weights)
+        starts, stops, parents, _ = self._segments.T
+        predictors = np.arange(-1, self.num_tokens - 1)
+        predictors[starts] = np.where(parents < 0, -1, stops[parents] - 1)
+        sums[predictors < 0] = 0
+        tokens = None if self.tokens is None else self.tokens.clone()  # labels are often made in place
+        return PackedTree(tokens, *map(torch.from_numpy, (self._position_ids(), predictors, sums)))
+
+    def _counts(self) -> np.ndarray:
+        """The number of sequences that hold each token, float32."""
+        counts = np.bincount(self.leaves, minlength=len(self.starts)).tolist()
+        for segment in range(len(counts) - 1, 0, -1):
+            if self.parents[segment] >= 0:
+                counts[self.parents[segment]] += counts[segment]
+        return np.repeat(np.array(counts, np.float32), self.lengths)
+
+    def _sums(self, weights: Sequence[torch.Tensor]) -> np.ndarray:
+        """The sum of the weights of all copies of each token, float32."""
         indices = self.sequence_indices()
-        if weights is None:
-            weights = [torch.ones(len(own), dtype=torch.float32, device="cpu") for own in indices]
         if len(check_list("weights", weights, "tensors")) != len(indices):
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
         sums = torch.zeros(self.num_tokens, dtype=torch.float32, device="cpu")
@@ -264,11 +295,7 @@ class PrefixTree:
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
             sums.index_add_(0, own, weight.detach().to("cpu", torch.float32))
-        predictors = torch.arange(-1, self.num_tokens - 1, dtype=torch.int64, device="cpu")
-        for start, parent in zip(self.starts, self.parents, strict=True):
-            predictors[start] = -1 if parent < 0 else self.starts[parent] + self.lengths[parent] - 1
-        tokens = None if self.tokens is None else self.tokens.clone()  # labels are often made in place
-        return PackedTree(tokens, self._position_ids(), predictors, sums.masked_fill(predictors < 0, 0.0))
+        return sums.numpy()
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The values [length, ...] of each sequence from those of all packed tokens [num_tokens, ...].
@@ -286,8 +313,15 @@ class PrefixTree:
         return [values[own.to(values.device)] for own in self.sequence_indices()]
 
 
-def _by_segment(segments: Segments) -> torch.Tensor:
-    """What `TreeTables.of_segments` takes.
+def _outside_inference() -> AbstractContextManager[None]:
+    """A context whose tensors a backward pass takes. To ask whether one is needed takes less than to enter one, but
+    torch.compile does not trace the question."""
+    needed = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if needed else nullcontext()
+
+
+def _by_segment(segments: Segments) -> bytearray:
+    """What `TreeTables.of_segments` takes. It is made from lists, as calls of NumPy take longer for a hundred segments.
 
     Raises:
         ValueError: the segments have a cycle, or are not in depth-first pre-order.
@@ -296,8 +330,8 @@ def _by_segment(segments: Segments) -> torch.Tensor:
     count, num_tokens = len(parents), bounds[-1]
     ends = [num_tokens] * count
     levels, offsets = [0] * count + [-1], [0] * (count + 1)  # the last entries stand for the parent of a root, -1
-    for segment, parent in enumerate(parents):
-        above, start = segment - 1, bounds[segment]
+    above = -1
+    for segment, (parent, start) in enumerate(zip(parents, bounds, strict=False)):
         while above > parent:  # subtrees of the path to the segment before end here, up to this one's parent
             ends[above] = start
             above = parents[above]
@@ -309,9 +343,10 @@ def _by_segment(segments: Segments) -> torch.Tensor:
             )
         levels[segment] = levels[parent] + 1
         offsets[segment] = offsets[parent] + bounds[parent + 1] - start
+        above = segment
+    rows = chain.from_iterable(zip(bounds, bounds[1:], parents, levels, strict=False))
     aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
-    rows = np.array([bounds[:-1], bounds[1:], parents, levels[:-1], ends, offsets[:-1], aligned], np.int32)
-    return torch.from_numpy(np.concatenate([rows[:4].T.ravel(), rows[4:].ravel()]))
+    return bytearray(pack(f"{7 * count}i", *rows, *ends, *offsets[:-1], *aligned))
 
 
 def _check_values(name: str, value: Any) -> None:
@@ -356,11 +391,14 @@ def _check_cycles(parents: list[int]) -> None:
             raise ValueError(f"parents has a cycle, {shown}: expected that every path ends at a root, -1")
 
 
-def check_equal(name: str, found: list[Any], expected: Iterable[int], meaning: str) -> None:
+def check_equal(
+    name: str, found: Sequence[Any] | np.ndarray, expected: Sequence[int] | np.ndarray, meaning: str
+) -> None:
     """Raises ValueError at the first entry that is another one. meaning: what an entry is, for people."""
-    wanted = list(expected)
-    if len(found) != len(wanted):
-        raise ValueError(f"{name} has {len(found)} entries: expected {len(wanted)}")
-    for index, (value, right) in enumerate(zip(found, wanted, strict=True)):
+    if len(found) != len(expected):
+        raise ValueError(f"{name} has {len(found)} entries: expected {len(expected)}")
+    if np.array_equal(found, expected):
+        return
+    for index, (value, right) in enumerate(zip(found, expected, strict=True)):
         if value != right:
             raise ValueError(f"{name}[{index}]={value}: expected {right}, {meaning}")

@@ -35,13 +35,13 @@ class _Node:
 
 
 def token_array(name: str, tokens: Tokens) -> np.ndarray:
-    """Integers of one dimension as int64, a copy, at least one.
+    """Integers of one dimension as int64, at least one; a view where they lie so in memory.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what was expected.
     """
     try:
-        array = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
+        array = tokens.numpy(force=True) if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     except (RuntimeError, TypeError, ValueError) as error:  # nested lists, tensors without data
         found = type(tokens).__name__
         raise TypeError(f"{name} is a {found} without integers of one dimension: expected them") from error
@@ -53,9 +53,9 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
         raise ValueError(f"{name} is empty: expected at least one token")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    if array.max() > _MOST:
+    if array.dtype.kind == "u" and array.max() > _MOST:
         raise ValueError(f"{name} holds {array.max()}: expected integers of at most {_MOST}")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def check_list(name: str, value: Any, of: str) -> Any:
@@ -125,6 +125,18 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
         [numbers[id(leaf_of[number])] for number in range(len(sequences))],
         np.concatenate([sequences[node.first][node.start : node.end] for node in nodes]),
     )
+
+
+def behind(prompt: np.ndarray, answers: Segments) -> Segments:
+    """The segments of sequences that are a prompt and an answer each, from those of the answers."""
+    assert answers.tokens is not None
+    parents, lengths, leaves = answers.parents, answers.lengths, answers.leaves
+    if parents.count(-1) == 1:  # all answers begin alike
+        lengths = [len(prompt) + lengths[0], *lengths[1:]]
+    else:
+        parents, lengths = [-1, *(parent + 1 for parent in parents)], [len(prompt), *lengths]
+        leaves = [leaf + 1 for leaf in leaves]
+    return Segments(parents, lengths, [0, *accumulate(lengths)], leaves, np.concatenate([prompt, answers.tokens]))
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:

@@ -17,8 +17,8 @@ _CTAS: Final = 128  # which go through all blocks of tokens, so that a launch do
 
 @triton.jit(do_not_specialize=["num_segments", "length"])
 def tables_kernel(numbers, flat, num_segments, length, BLOCK: tl.constexpr):
-    """Writes the tables of a tree to the rows of flat [3, length], from `numbers` as `TreeTables.of_segments` takes
-    them."""
+    """Writes the tables of a tree one behind the other to flat [3 · length], from `numbers` as `TreeTables.of_segments`
+    takes them."""
     for first in tl.range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < length
@@ -58,10 +58,10 @@ def intervals_kernel(segments, segment_of, ends, num_levels, tokens, BLOCK: tl.c
 def tables_of_segments(numbers: torch.Tensor, tokens: int) -> TreeTables:
     """`TreeTables.of_segments` on a GPU."""
     count, length = len(numbers) // 7, table_length(tokens)
-    flat = torch.empty(3, length, dtype=torch.int32, device=numbers.device)
+    flat = torch.empty(3 * length, dtype=torch.int32, device=numbers.device)
     _bound(tables_kernel, numbers.device, ("numbers", "flat", "num_segments", "length"))((numbers, flat, count, length))
-    subtree_end, depths, segment_of = flat
-    return TreeTables(subtree_end, depths, segment_of[:tokens], numbers[: 4 * count].view(count, 4))
+    subtree_end, depths, segment_of, _ = flat.split_with_sizes([length, length, tokens, length - tokens])
+    return TreeTables(subtree_end, depths, segment_of, numbers.as_strided((count, 4), (4, 1)))
 
 
 def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
