@@ -97,10 +97,11 @@ def test_a_call_goes_to_the_stream_and_thread_of_its_caller() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 def test_each_gpu_has_launches_of_its_own() -> None:
-    expected = run(CASES["packed"], True)
-    for index in (1, 0, 1):
-        found = run(replace(CASES["packed"], device=f"cuda:{index}"), True)
-        assert all(torch.equal(a.cuda(0), b.cuda(0)) for a, b in zip(found, expected, strict=True))
+    for case in (CASES["packed"], CASES["tree"]):
+        expected = run(case, True)
+        for index in (1, 0, 1):
+            found = run(replace(case, device=f"cuda:{index}"), True)
+            assert all(torch.equal(a.cuda(0), b.cuda(0)) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")

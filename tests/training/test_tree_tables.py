@@ -1,10 +1,14 @@
 """Tables of trees as GPUs make them, under Triton's interpreter, beside those that PyTorch makes on a CPU."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 
 from trunkattn import PrefixTree
+from trunkattn.gpu.bound import BoundLaunch
 from trunkattn.training.cudnn_trees import intervals
 from trunkattn.training.sequences import LARGEST_KEY_BLOCK
 from trunkattn.training.spec import hopper_forward_tile
@@ -38,6 +42,25 @@ def test_tables_reach_a_block_beyond_the_tokens() -> None:
         assert len(tables.subtree_end) == len(tables.depths) >= tree.num_tokens + LARGEST_KEY_BLOCK
         assert len(tables.segment_of) == len(tree.subtree_end) == tree.num_tokens
         assert tables.subtree_end.is_contiguous() and tables.depths.is_contiguous()
+
+
+def test_launches_go_to_the_device_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not to the current one, whose stream and memory are others."""
+    current: list[torch.Tensor] = []
+    launched: list[torch.Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(BoundLaunch, "__call__", lambda *_: launched.append(current[-1]))
+    tree = PrefixTree.from_segments([-1, 0, 0], [6, 4, 4])
+    found = tables_of_segments(tree._by_segment, tree.num_tokens)
+    ends = intervals_on_gpu(tree.tables(CPU), tree.num_levels)
+    assert [tensor.data_ptr() for tensor in launched] == [found.subtree_end.data_ptr(), ends.data_ptr()]
 
 
 def test_more_tokens_than_programs_take_at_once() -> None:

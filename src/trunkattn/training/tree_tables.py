@@ -59,7 +59,7 @@ def tables_of_segments(numbers: torch.Tensor, tokens: int) -> TreeTables:
     """`TreeTables.of_segments` on a GPU."""
     count, length = len(numbers) // 7, table_length(tokens)
     flat = torch.empty(3 * length, dtype=torch.int32, device=numbers.device)
-    _bound(tables_kernel, numbers.device, ("numbers", "flat", "num_segments", "length"))((numbers, flat, count, length))
+    _launch(tables_kernel, {"numbers": numbers, "flat": flat, "num_segments": count, "length": length}, flat)
     subtree_end, depths, segment_of, _ = flat.split_with_sizes([length, length, tokens, length - tokens])
     return TreeTables(subtree_end, depths, segment_of, numbers.as_strided((count, 4), (4, 1)))
 
@@ -68,13 +68,14 @@ def intervals(tables: TreeTables, num_levels: int) -> torch.Tensor:
     """`cudnn_trees.intervals` on a GPU."""
     tokens = len(tables.segment_of)
     ends = torch.empty(1, 2 * num_levels + 1, tokens, dtype=torch.int32, device=tables.segment_of.device)
-    _bound(intervals_kernel, ends.device, ("segments", "segment_of", "ends", "num_levels", "tokens"))(
-        (tables.segments, tables.segment_of, ends, num_levels, tokens)
-    )
+    given = {"segments": tables.segments, "segment_of": tables.segment_of, "ends": ends}
+    _launch(intervals_kernel, given | {"num_levels": num_levels, "tokens": tokens}, ends)
     return ends
 
 
-def _bound(kernel: Any, device: torch.device, names: tuple[str, ...]) -> BoundLaunch:
-    """The launch of a kernel, whose arguments differ from tree to tree."""
+def _launch(kernel: Any, given: dict[str, Any], out: torch.Tensor) -> None:
+    """Launches a kernel on the device of `out`. given: its arguments by name, which differ from tree to tree."""
     grid = Grid(_CTAS, {"BLOCK": _BLOCK, "num_warps": _WARPS})
-    return kept((kernel, device), lambda: BoundLaunch(kernel, grid, names))
+    bound = kept((kernel, out.device), lambda: BoundLaunch(kernel, grid, tuple(given)))
+    with torch.cuda.device_of(out):  # launches go to the current device
+        bound(tuple(given.values()))
