@@ -198,7 +198,7 @@ class PrefixTree:
 
     @property
     def _offsets(self) -> np.ndarray:
-        """Of each segment the number of ancestors of its tokens less the numbers of these."""
+        """The number of ancestors of each segment's tokens less the numbers of these tokens."""
         count = len(self.starts)
         return self._by_segment[5 * count : 6 * count].numpy()
 

@@ -141,6 +141,8 @@ def behind(prompt: np.ndarray, answers: Segments) -> Segments:
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two sequences begin with alike."""
+    if one[0] != other[0]:  # as most answers do: no array of differences is made
+        return 0
     common = min(len(one), len(other))
     differs = one[:common] != other[:common]
     first = int(differs.argmax())
