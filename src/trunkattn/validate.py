@@ -64,14 +64,21 @@ def check_dense(name: str, tensor: Any) -> None:
         raise ValueError(f"{name} {found}: expected a dense tensor")
 
 
-def check_memory(name: str, tensor: Any) -> None:
-    """Raises ValueError unless a tensor has memory of its own, which kernels read. Wrappers have none: those of
-    torch.func, fake tensors, and subclasses that hold other tensors."""
+def has_memory(tensor: Any) -> bool:
+    """Whether a tensor has memory of its own, which kernels read. Wrappers have none: those of torch.func, fake
+    tensors, and subclasses that hold other tensors."""
+    if hasattr(tensor, "fake_mode"):  # a fake tensor warns when it is asked where it lies
+        return False
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # the way of some wrappers to say so
         address = 0
-    if address == 0 and tensor.numel() > 0:
+    return bool(address) or tensor.numel() == 0
+
+
+def check_memory(name: str, tensor: Any) -> None:
+    """Raises ValueError unless a tensor has memory of its own."""
+    if not has_memory(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__} without memory of its own: expected a plain tensor, outside "
             "transformations of torch.func; use to_local() of a DTensor"

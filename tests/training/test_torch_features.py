@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from trunkattn import PrefixTree, flash_attention
+from trunkattn.validate import has_memory
 
 from .parallel_script import in_processes_of_its_own
 from .training_cases import BF16, TREE
@@ -154,6 +156,32 @@ def test_export_with_a_tree() -> None:
     given = tuple(tensor.detach() for tensor in leaves("tree"))
     exported = torch.export.export(TreeLayer(), given)
     assert torch.equal(exported.module()(*given), TreeLayer()(*given))
+
+
+def with_fake_tensors(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(*(torch.empty_like(tensor) for tensor in given))
+
+
+def under_a_transformation(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: layer(q, *given[1:]).sum())(given[0])
+
+
+def functionalized(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    assert torch.equal(torch.func.functionalize(layer)(*given), layer(*given))
+
+
+@pytest.mark.parametrize("use", [torch.export.export, with_fake_tensors, under_a_transformation, functionalized])
+def test_a_tree_outlives_what_traces_it(use: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of fake tensors and of torch.func are not those of later calls."""
+    given = tuple(tensor.detach() for tensor in leaves("tree"))
+    expected = TreeLayer()(*given)
+    monkeypatch.setitem(globals(), "SMALL", PrefixTree.from_segments(SMALL.parents, SMALL.lengths))
+    use(TreeLayer(), given)
+    for _ in range(2):
+        assert torch.equal(TreeLayer()(*given), expected)
+    assert all(map(has_memory, SMALL.tables(torch.device("cpu"))))
 
 
 @pytest.mark.slow

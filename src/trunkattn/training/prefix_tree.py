@@ -26,7 +26,7 @@ from trunkattn.training.token_trie import (
     token_array,
     token_arrays,
 )
-from trunkattn.validate import check_dense, check_int
+from trunkattn.validate import check_dense, check_int, has_memory
 
 _Made = TypeVar("_Made")
 _MOST_TOKENS: Final = int(np.iinfo(np.int32).max) // 4 * 4  # tables hold whole fours of them, counted in int32
@@ -242,10 +242,13 @@ class PrefixTree:
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, which is called once for each key and kept with the tree."""
-        if key not in self._cache:
-            with _outside_inference():
-                self._cache[key] = make()
-        made: _Made = self._cache[key]
+        if key in self._cache:
+            found: _Made = self._cache[key]
+            return found
+        with _outside_inference():
+            made = make()
+        if _lasts(made):
+            self._cache[key] = made
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -318,6 +321,13 @@ def _outside_inference() -> AbstractContextManager[None]:
     torch.compile does not trace the question."""
     needed = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if needed else nullcontext()
+
+
+def _lasts(made: Any) -> bool:
+    """Whether something may be kept. Fake tensors and those of torch.func end with the context that they are made in;
+    torch.compile makes others of those that it traces."""
+    tables = made if isinstance(made, TreeTables) else ()
+    return torch.compiler.is_dynamo_compiling() or all(map(has_memory, tables))
 
 
 def _by_segment(segments: Segments) -> bytearray:

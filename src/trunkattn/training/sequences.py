@@ -48,7 +48,8 @@ class TreeTables(NamedTuple):
         of_tokens, lengths = numbers[4 * count : 6 * count].view(2, count), numbers[6 * count :]
         segment_of = torch.repeat_interleave(lengths, output_size=table_length(tokens))
         subtree_end, depths = of_tokens.index_select(1, segment_of)
-        depths += torch.arange(len(depths), dtype=torch.int32, device=numbers.device)
+        # not in place, which torch.func.functionalize refuses
+        depths = depths + torch.arange(len(depths), dtype=torch.int32, device=numbers.device)
         return cls(subtree_end, depths, segment_of[:tokens], numbers[: 4 * count].view(count, 4))
 
 
