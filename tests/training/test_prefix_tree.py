@@ -4,7 +4,7 @@ import copy
 import math
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -32,17 +32,22 @@ SUMS = torch.tensor([0, 4], dtype=torch.int32)
 DEEP = PrefixTree.from_segments(PARENTS, LENGTHS)
 
 
+def parents_by_steps(steps: Iterable[int]) -> tuple[int, ...]:
+    """The parents of segments, each of which hangs so many steps above the child of the one before; -1 above a root."""
+    parents: list[int] = []
+    path: list[int] = []
+    for up in steps:
+        path = path[: max(0, len(path) - up)]
+        parents.append(path[-1] if path else -1)
+        path.append(len(parents) - 1)
+    return tuple(parents)
+
+
 def trees(max_length: int) -> st.SearchStrategy[PrefixTree]:
     """Random forests: each segment hangs below a root, the one before or an ancestor of it."""
 
     def build(drawn: list[tuple[int, int]]) -> PrefixTree:
-        parents: list[int] = []
-        path: list[int] = []
-        for up, _ in drawn:
-            path = path[: max(0, len(path) - up)]
-            parents.append(path[-1] if path else -1)
-            path.append(len(parents) - 1)
-        return PrefixTree.from_segments(parents, [length for _, length in drawn])
+        return PrefixTree.from_segments(parents_by_steps(up for up, _ in drawn), [length for _, length in drawn])
 
     segment = st.tuples(st.integers(0, 4), st.integers(1, max_length))
     return st.lists(segment, min_size=1, max_size=12).map(build)
@@ -361,8 +366,11 @@ def path_to(token: int, above: list[int]) -> list[int]:
 
 @settings(max_examples=fraction(2))
 @given(
-    parents=st.lists(st.integers(0, 9), min_size=1, max_size=7).map(
-        lambda drawn: tuple(number % (segment + 1) - 1 for segment, number in enumerate(drawn))
+    parents=st.one_of(
+        st.lists(st.integers(0, 3), min_size=1, max_size=9).map(parents_by_steps),
+        st.lists(st.integers(0, 9), min_size=1, max_size=7).map(
+            lambda drawn: tuple(number % (segment + 1) - 1 for segment, number in enumerate(drawn))
+        ),
     ),
     data=st.data(),
 )
