@@ -307,3 +307,23 @@ class BatchAttention:
         result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
         lse = self._backend.run(plan.step, inputs, result)
         return (result, lse) if return_lse else result
+
+    def run_known(
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Does what `run` does for tensors that are known to fit, without a check: others read and write foreign
+        memory. The configuration has no latent_dim.
+
+        The embedded engine calls it for a layer that `run` has checked in an earlier step.
+        """
+        inputs = LayerInputs(
+            q=q, k_cache=k_cache, v_cache=v_cache, out=out, q_scale=None, k_scale=None, v_scale=None, sinks=sinks,
+            return_lse=False,
+        )  # fmt: skip
+        self._backend.run(plan.step, inputs, out)

@@ -1,6 +1,5 @@
 """Packed linear layers against float64 products."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -85,7 +84,7 @@ def test_layers_of_one_input_are_rounded_as_each_is_alone() -> None:
     pack_linears(model, to_int8=True)
     for name in ("q_proj", "k_proj", "v_proj"):
         assert torch.equal(model.get_submodule(name)(x), alone[name](x))
-    assert all(layer._panels.whole.values.dtype == np.int8 for layer in model.children())  # type: ignore[union-attr]
+    assert all(layer._panels.whole.values.dtype == torch.int8 for layer in model.children())  # type: ignore[union-attr]
 
 
 def in_int8(linear: nn.Linear) -> PackedLinear:

@@ -5,15 +5,16 @@ panels, in the order of use, and each step of the arithmetic fetches one cache l
 take a quarter of the bytes. A group of inputs of an output shares a scale, as in GGUF's Q8_0.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from trunkattn.compiled import njit
-from trunkattn.cpu.arguments import address_of, array_at
+from trunkattn.cpu.arguments import array_at
 from trunkattn.cpu.microkernel import (
     LANES,
     LINEAR_FIRST,
@@ -41,47 +42,46 @@ class Panels(NamedTuple):
     """A weight as it is packed.
 
     Attributes:
-        values: [ceil(out_features / PANEL), in_features, PANEL] float32 or int8, padded with zeros.
+        values: [ceil(out_features / PANEL), in_features, PANEL] float32 or int8, contiguous, padded with zeros.
         scales: of int8 values, [panels, ceil(in_features / GROUP), PANEL] float32; None: the values are the weight.
     """
 
-    values: NDArray[Any]
-    scales: NDArray[np.float32] | None = None
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def part(self, panels: slice) -> "Panels":
         """Some of the panels, as a view."""
         return Panels(self.values[panels], None if self.scales is None else self.scales[panels])
 
 
-def pack_weight(weight: NDArray[np.float32], to_int8: bool = False) -> Panels:
-    """Packs a weight [out_features, in_features]. to_int8: rounded to 255 steps of its group, or as it is."""
+def pack_weight(weight: torch.Tensor, to_int8: bool = False) -> Panels:
+    """Packs a float32 weight [out_features, in_features]. to_int8: rounded to 255 steps of its group, or as it is."""
     out_features, in_features = weight.shape
     panels = -(-out_features // PANEL)
     padded = np.zeros((panels * PANEL, in_features), np.float32)
-    padded[:out_features] = weight
+    padded[:out_features] = weight.detach().numpy()
     values = np.ascontiguousarray(padded.reshape(panels, PANEL, in_features).transpose(0, 2, 1))
     if not to_int8:
-        return Panels(values)
+        return Panels(torch.from_numpy(values))
     starts = np.arange(0, in_features, GROUP)
     scales = (np.maximum.reduceat(np.abs(values), starts, 1) / np.float32(_MOST)).astype(np.float32)
     divisors = np.where(scales > 0, scales, np.float32(1))
     steps = np.rint(values / np.repeat(divisors, GROUP, 1)[:, :in_features])
-    return Panels(steps.astype(np.int8), scales)
+    return Panels(torch.from_numpy(steps.astype(np.int8)), torch.from_numpy(scales))
 
 
-def unpack_weight(panels: Panels, out_features: int) -> NDArray[np.float32]:
-    """The [out_features, in_features] weight that the panels stand for, as a copy."""
+def unpack_weight(panels: Panels, out_features: int) -> torch.Tensor:
+    """The [out_features, in_features] float32 weight that the panels stand for, as a copy."""
     values = panels.values
     if panels.scales is not None:
-        values = values * np.repeat(panels.scales, GROUP, 1)[:, : values.shape[1]]
-    rows = values.transpose(0, 2, 1).reshape(-1, values.shape[1])
-    return np.ascontiguousarray(rows[:out_features])
+        values = values * panels.scales.repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+    return values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features].clone()
 
 
 def join_panels(packed: Sequence[Panels]) -> Panels:
     """Panels of weights of one input size, one after another."""
     scales = [panels.scales for panels in packed if panels.scales is not None]
-    return Panels(np.concatenate([panels.values for panels in packed]), np.concatenate(scales) if scales else None)
+    return Panels(torch.cat([panels.values for panels in packed]), torch.cat(scales) if scales else None)
 
 
 class _Arguments(NamedTuple):
@@ -97,24 +97,30 @@ class _Arguments(NamedTuple):
     num_threads: int
 
 
-def multiply(x: NDArray[np.float32], panels: Panels, out: NDArray[np.float32], num_threads: int) -> None:
-    """out[m, :] = panels · x[m, :]. x [rows, in_features], out [rows, panels * PANEL]; contiguous, not checked."""
-    if len(x):
-        values, scales = panels
-        num_threads = min(num_threads, len(values))
-        rows, depth = x.shape
+def multiply(rows: torch.Tensor, panels: Panels) -> torch.Tensor:
+    """rows [T, in_features] times the packed weight, with torch's number of threads: [T, panels * PANEL] float32.
+
+    rows: float32 on the CPU, contiguous; not checked.
+    """
+    values, scales = panels
+    count, depth = rows.shape
+    num_panels = len(values)
+    out = rows.new_empty(count, num_panels * PANEL)
+    if count:
+        num_threads = min(torch.get_num_threads(), num_panels)
         given = _Arguments(
-            x=address_of(x),
-            panels=address_of(values),
-            scales=0 if scales is None else address_of(scales),
-            out=address_of(out),
-            rows=rows,
+            x=rows.data_ptr(),
+            panels=values.data_ptr(),
+            scales=0 if scales is None else scales.data_ptr(),
+            out=out.data_ptr(),
+            rows=count,
             depth=depth,
-            num_panels=len(values),
+            num_panels=num_panels,
             num_threads=num_threads,
         )
-        arguments = np.array(given, np.int64)
-        call_on_threads(_kernel(), address_of(arguments), num_threads)
+        arguments = array("q", given)
+        call_on_threads(_kernel(), arguments.buffer_info()[0], num_threads)
+    return out
 
 
 @cache

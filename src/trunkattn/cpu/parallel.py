@@ -1,5 +1,6 @@
 """Executes a work list on a CPU (PAT §3.4: pack, forward, merge): deals tasks to threads and runs them."""
 
+from array import array
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -170,15 +171,6 @@ def strides_of(cache: torch.Tensor) -> Strides:
     return Strides(page if pages > 1 else 0, token if tokens > 1 else 0, head if heads > 1 else 0)
 
 
-def flat(cache: torch.Tensor, dtype: torch.dtype) -> tuple[NDArray, Strides]:
-    """A cache of any strides (last dimension contiguous) as a flat array, and its strides."""
-    pages, tokens, heads, width = cache.shape
-    strides = strides_of(cache)
-    extent = (pages - 1) * strides.page + (tokens - 1) * strides.token + (heads - 1) * strides.head + width
-    extent = extent if cache.numel() else 0
-    return cache.as_strided((extent,), (1,)).view(dtype).numpy(), strides
-
-
 # NumPy's type of a cache's bits, by torch's.
 _NUMPY_TYPES = MappingProxyType({torch.float32: np.float32, torch.uint16: np.uint16, torch.uint8: np.uint8})
 
@@ -188,8 +180,8 @@ def execute(plan: CpuPlan, layer: Layer, options: Options, workspace: Workspace)
     tensors = (layer.q, layer.k_cache, layer.v_cache, layer.out, layer.lse)
     strides = (*strides_of(layer.k_cache), *strides_of(layer.v_cache))
     of_layer = LayerArguments._make((*(tensor.data_ptr() for tensor in tensors), *options.arguments, *strides))
-    arguments = np.array((*of_layer, *workspace.arguments, *plan.arguments), np.int64)
-    num_threads, address = len(plan.task_indptr) - 1, address_of(arguments)
+    arguments = array("q", (*of_layer, *workspace.arguments, *plan.arguments))
+    num_threads, address = len(plan.task_indptr) - 1, arguments.buffer_info()[0]
     call_on_threads(_attention_address(layer.kv_bits), address, num_threads)
     if len(plan.work.merge_queries):
         call_on_threads(_merge_address(), address, num_threads)

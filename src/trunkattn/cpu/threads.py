@@ -5,6 +5,7 @@ kernels themselves are compiled once, as plain C functions.
 """
 
 import os
+import threading
 from functools import cache
 from typing import Any
 
@@ -34,11 +35,16 @@ def call_on_threads(kernel: int, arguments: int, num_threads: int) -> None:
 
     kernel: see `kernel_address`. arguments: address of what the kernel takes.
     """
-    if os.getpid() == _home():
-        _set_threads(num_threads)
-        _call_on_threads(kernel, arguments, num_threads)
-    else:
+    if num_threads == 1 or os.getpid() != _home():
         _call_in_turn(kernel, arguments, num_threads)
+        return
+    if getattr(_local, "num_threads", 0) != num_threads:
+        _set_threads(num_threads)
+        _local.num_threads = num_threads
+    _call_on_threads(kernel, arguments, num_threads)
+
+
+_local = threading.local()  # how many threads this thread's loops may use, as set last
 
 
 @cache

@@ -17,7 +17,7 @@ from trunkattn.engine.expanded import ExpandedChunks
 from trunkattn.engine.hf_masks import UnsupportedAttention, request_mask, window_of
 from trunkattn.engine.latent import HeadWidths, LatentHeads, latent_heads
 from trunkattn.kv_cache.tensors import KVCache
-from trunkattn.ops.write_kv import write_kv, write_latent
+from trunkattn.ops.write_kv import write_known, write_kv, write_latent
 
 ATTENTION_NAME = "trunkattn_step"  # "trunkattn" is the name for training
 # Keywords that transformers passes to the attention and that do not change it.
@@ -92,6 +92,8 @@ class TrunkStep:
         kv_cache: pages of all layers.
         slot_mapping: [T] int64, page * page_size + slot of each token.
         expanded: prompt chunks of a latent attention that the plans leave out; None: the plans have all requests.
+        checked: layers whose tensors an earlier step has checked. A model gives a layer the same dtypes and shapes in
+            every step, so that later steps need no check.
     """
 
     attention: BatchAttention
@@ -100,14 +102,20 @@ class TrunkStep:
     kv_cache: KVCache
     slot_mapping: torch.Tensor
     expanded: ExpandedChunks | None = None
+    checked: set[int] = field(default_factory=set)
 
     def attend(self, layer_idx: int, layer: LayerAttention, tensors: LayerTensors) -> torch.Tensor:
         k_cache, v_cache = self.kv_cache.layer(layer_idx)
         q, plan = tensors.q, self.plans[self.windows[layer_idx]]
         if v_cache is not None:
-            write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
             out = q.new_empty(*q.shape[:2], layer.head_dim_v)
-            self.attention.run(plan, q, k_cache, v_cache, out=out, sinks=tensors.sinks)
+            if layer_idx in self.checked:
+                write_known(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
+                self.attention.run_known(plan, q, k_cache, v_cache, out, tensors.sinks)
+            else:
+                write_kv(tensors.k, tensors.v, k_cache, v_cache, self.slot_mapping)
+                self.attention.run(plan, q, k_cache, v_cache, out=out, sinks=tensors.sinks)
+                self.checked.add(layer_idx)
             return out
         write_latent(tensors.k.squeeze(1), tensors.v.squeeze(1), k_cache, self.slot_mapping)
         if self.expanded is None or tensors.heads is None:

@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from trunkattn.config import AttentionConfig
+from trunkattn.engine.fused_norm import fuse_norms
 from trunkattn.engine.gguf_config import gguf_config
 from trunkattn.engine.gguf_header import read_header
 from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
@@ -147,6 +148,7 @@ def load_model(info: ModelInfo, quantization: str | None = None) -> Any:
     absorb_heads(model)
     if can_pack(info.dtype, info.device):
         pack_linears(model, to_int8=quantization == "int8")
+        fuse_norms(model)
     return model
 
 

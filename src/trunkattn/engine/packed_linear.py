@@ -23,26 +23,36 @@ _FEW_ROWS: Final = 8  # up to here a call costs more than copying its output
 
 
 class _Panels:
-    """The weights of linear layers of one input, one after another, and the last product with few rows."""
+    """The weights of linear layers of one input, one after another.
+
+    With few rows one product serves all of the layers. Each of them takes its part of it once, so that no caller sees
+    what another does to its output.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear], to_int8: bool = False) -> None:
-        packed = [pack_weight(linear.weight.detach().numpy(), to_int8) for linear in linears]
+        packed = [pack_weight(linear.weight, to_int8) for linear in linears]
         self.whole = packed[0] if len(packed) == 1 else join_panels(packed)
-        counts = [len(panels.values) for panels in packed]
-        self.parts = [slice(int(end) - count, int(end)) for end, count in zip(np.cumsum(counts), counts, strict=True)]
-        self._last = (
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-        ) * 2  # few rows, and their product with all weights
+        ends = np.cumsum([len(panels.values) for panels in packed]).tolist()
+        self._parts = [slice(end - len(panels.values), end) for end, panels in zip(ends, packed, strict=True)]
+        self._rows = self._product = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._waiting: set[int] = set()  # layers that have not taken their part
 
-    def multiply(self, rows: torch.Tensor, part: slice) -> torch.Tensor:
-        """[T, columns of a part's panels] the product of rows [T, in_features] with a part's weights."""
-        if len(self.parts) == 1 or len(rows) > _FEW_ROWS:
-            return _product(rows, self.whole.part(part))
-        known, product = self._last
-        if not torch.equal(known, rows):
-            product = _product(rows, self.whole)
-            self._last = rows.clone(), product
-        return product[:, part.start * PANEL : part.stop * PANEL].clone()
+    def part(self, index: int) -> Panels:
+        """The weight of a layer, as a view."""
+        return self.whole.part(self._parts[index])
+
+    def multiply(self, rows: torch.Tensor, index: int) -> torch.Tensor:
+        """[T, columns of a layer's panels] the product of rows [T, in_features] with a layer's weights."""
+        if len(self._parts) == 1:
+            return multiply(rows, self.whole)
+        if rows.shape[0] > _FEW_ROWS:
+            return multiply(rows, self.part(index))
+        if index not in self._waiting or not torch.equal(self._rows, rows):
+            self._rows, self._product = rows.clone(), multiply(rows, self.whole)
+            self._waiting = set(range(len(self._parts)))
+        self._waiting.discard(index)
+        part = self._parts[index]
+        return self._product[:, part.start * PANEL : part.stop * PANEL]
 
 
 class PackedLinear(nn.Module):
@@ -62,19 +72,22 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = None if linear.bias is None else linear.bias.detach()
         self._panels = _Panels([linear]) if panels is None else panels
-        self._part = self._panels.parts[index]
+        self._index = index
 
     @property
     def weight(self) -> torch.Tensor:
         """W [out_features, in_features] float32, on the CPU."""
-        return torch.from_numpy(unpack_weight(self._panels.whole.part(self._part), self.out_features))
+        return unpack_weight(self._panels.part(self._index), self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [..., out_features] of x [..., in_features]."""
         if x.dtype != torch.float32:
             return nn.functional.linear(x, self.weight, self.bias)  # raises as nn.Linear does
-        out = self._panels.multiply(x.detach().reshape(-1, self.in_features), self._part)
-        out = out[:, : self.out_features].contiguous()  # copies only if the last panel is not full
+        rows = x.detach().reshape(-1, self.in_features).contiguous()
+        out = self._panels.multiply(rows, self._index)
+        if out.shape[1] > self.out_features:
+            out = out[:, : self.out_features]
+        out = out.contiguous()  # copies only if the last panel is not full, or if several rows share a product
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], self.out_features)
@@ -86,26 +99,19 @@ class PackedHeadLinear(nn.Module):
     def __init__(self, linear: HeadLinear) -> None:
         super().__init__()
         self._out_features = linear.weight.shape[1]
-        self._panels = [pack_weight(weight.numpy()) for weight in linear.weight.detach()]
+        self._panels = [pack_weight(weight) for weight in linear.weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y [T, heads, out_features] of x [T, heads, in_features]."""
-        products = [_product(x[:, head], panels) for head, panels in enumerate(self._panels)]
+        products = [multiply(x[:, head].contiguous(), panels) for head, panels in enumerate(self._panels)]
         return torch.stack(products, 1)[..., : self._out_features]
 
     def of_rows(self, rows: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
         """Writes out [heads, R, out_features], any strides: rows [R, in_features] times the weight of each head of the
         slice."""
+        rows = rows.contiguous()
         for panels, head_out in zip(self._panels[heads], out, strict=True):
-            head_out.copy_(_product(rows, panels)[:, : self._out_features])
-
-
-def _product(rows: torch.Tensor, panels: Panels) -> torch.Tensor:
-    """rows [T, in_features] times the packed weight: [T, columns of all panels] float32."""
-    rows = rows.detach().contiguous()
-    out = torch.empty(len(rows), len(panels.values) * PANEL, dtype=torch.float32, device="cpu")
-    multiply(rows.numpy(), panels, out.numpy(), torch.get_num_threads())
-    return out
+            head_out.copy_(multiply(rows, panels)[:, : self._out_features])
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

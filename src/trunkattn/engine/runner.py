@@ -73,7 +73,8 @@ class ModelRunner:
         self._rows: list[tuple[Request, int]] = []  # the request of each row in the last step, and its preemptions
         self._plans: dict[int | None, Plan] = {}  # sliding window -> plan of the step
         self._expansion = expansion
-        forward = partial(_forward, model, partial(TrunkStep, attention, tuple(windows)), self._plans, kv_cache)
+        make_step = partial(TrunkStep, attention, tuple(windows), checked=set())
+        forward = partial(_forward, model, make_step, self._plans, kv_cache)
         self._forward: EagerForward | GraphedForward = EagerForward(forward, attention.device)
         if graphs is not None:
             self._forward = GraphedForward(forward, attention.device, graphs)

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trunkattn.compiled import njit
-from trunkattn.cpu.parallel import flat
+from trunkattn.cpu.write_kv import write_on_cpu
 from trunkattn.derivatives import check_none
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
@@ -85,6 +84,24 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
     )
 
 
+def write_known(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Does what `write_kv` does for tensors that are known to fit: on a CPU it checks the slots, and nothing else.
+
+    The embedded engine calls it, which makes the cache and the slots itself and has checked a model's shapes.
+    """
+    if k.is_cuda:
+        from trunkattn.gpu.portable.write_kv import write_on_gpu  # needs Triton, which a CPU does not
+
+        with torch.cuda.device(k.device):  # launches go to the current device
+            write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
+    else:
+        # torch.compile leaves it alone: it cannot follow calls with addresses.
+        write = torch.compiler.disable(write_on_cpu) if torch.compiler.is_compiling() else write_on_cpu
+        write(k, v, k_cache, v_cache, slot_mapping)
+
+
 class _New(NamedTuple):
     """New keys or values [num_tokens, num_kv_heads, width], the cache that they go to, and the names of both."""
 
@@ -96,24 +113,7 @@ class _New(NamedTuple):
 
 def _write(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
     _check_all(first, second, slot_mapping)
-    k = first.tensor
-    if k.is_cuda:
-        from trunkattn.gpu.portable.write_kv import write_on_gpu  # needs Triton, which a CPU does not
-
-        with torch.cuda.device(k.device):  # launches go to the current device
-            return write_on_gpu(k, second.tensor, first.cache, second.cache, slot_mapping.contiguous())
-    slots = slot_mapping.contiguous().numpy()
-    num_slots = first.cache.shape[0] * first.cache.shape[1]
-    bad = _first_outside(slots, num_slots)
-    if bad >= 0:
-        raise ValueError(
-            f"slot_mapping[{bad}]={slots[bad]}: expected a slot from 0 to {num_slots - 1}, or -1 to skip the token"
-        )
-    for new in (first, second):
-        cache, bits = new.cache, KV_KINDS[new.cache.dtype][1]
-        target, strides = flat(cache, bits)
-        source = new.tensor.detach().to(cache.dtype).contiguous().view(bits).view(-1).numpy()
-        _scatter(target, tuple(strides), source, slots, cache.shape[1], cache.shape[2])
+    write_known(first.tensor, second.tensor, first.cache, second.cache, slot_mapping)
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
@@ -180,29 +180,3 @@ def _check(new: _New, num_tokens: int) -> None:
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.tensor.shape) != expected:
         raise ValueError(f"{new.name} has shape {tuple(new.tensor.shape)}: expected {expected}")
-
-
-@njit
-def _first_outside(slots, num_slots):
-    for i in range(len(slots)):
-        if slots[i] < -1 or slots[i] >= num_slots:
-            return i
-    return -1
-
-
-@njit
-def _scatter(target, strides, source, slots, page_size, num_heads):
-    """Writes with one thread: a step has only a few hundred kilobytes, which take less time than to wake a second
-    one."""
-    page_stride, token_stride, head_stride = strides
-    if len(source) == 0:
-        return
-    width = len(source) // (len(slots) * num_heads)
-    for i in range(len(slots)):
-        if slots[i] < 0:
-            continue
-        at = slots[i] // page_size * page_stride + slots[i] % page_size * token_stride
-        for head in range(num_heads):
-            to, source_at = at + head * head_stride, (i * num_heads + head) * width
-            for d in range(width):
-                target[to + d] = source[source_at + d]
