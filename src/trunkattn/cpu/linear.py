@@ -25,6 +25,7 @@ from trunkattn.cpu.microkernel import (
     LeftOperand,
     OutputTile,
     RightOperand,
+    multiply_add_scaled,
     multiply_add_tile,
     widen_scaled,
 )
@@ -36,6 +37,7 @@ GROUP: Final = 32  # weights of an output that share a scale
 _MOST: Final = 127  # steps of a scale, on either side of zero
 _SLICE_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
 _LINE_BYTES: Final = 64
+_WIDENED_BY_ROW: Final = 2  # rows up to which it is faster to widen a weight for each of them
 
 
 class Panels(NamedTuple):
@@ -131,7 +133,8 @@ def _kernel() -> int:
 @njit(by_address=True, fastmath={"contract", "nsz"})
 def _multiply_panels(arguments, thread):
     """A thread's panels, one by one, in slices of the depth: a slice stays in L1 while all rows pass over it. One in
-    int8 is widened first, so that the sums have the bits that they have with the float32 weight."""
+    int8 is widened first, into L1 or, for few rows, into registers, so that the sums have the bits that they have with
+    the float32 weight."""
     numbers = array_at(arguments, np.int64)
     a = _Arguments(
         x=numbers[0],
@@ -143,6 +146,8 @@ def _multiply_panels(arguments, thread):
         num_panels=numbers[6],
         num_threads=numbers[7],
     )
+    if a.scales and a.rows <= _WIDENED_BY_ROW:
+        return _multiply_scaled(a, thread)
     most, size = max(1, _SLICE_BYTES // (4 * PANEL)), 1 if a.scales else 4
     slices, groups = (a.depth + most - 1) // most, (a.depth + GROUP - 1) // GROUP
     x_offsets, weight_offsets = np.empty(a.rows, np.int64), np.empty(most, np.int64)
@@ -170,6 +175,23 @@ def _multiply_panels(arguments, thread):
                 _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_FIRST, LINEAR_ROW_FIRST)
             else:
                 _multiply_slice(out, a.num_panels * PANEL, x, w, lines, last - first, LINEAR_LATER, LINEAR_ROW_LATER)
+
+
+@njit(inner=True)
+def _multiply_scaled(a, thread):
+    """A thread's panels in int8, row by row."""
+    groups = (a.depth + GROUP - 1) // GROUP
+    for panel in range(a.num_panels * thread // a.num_threads, a.num_panels * (thread + 1) // a.num_threads):
+        for row in range(a.rows):
+            out = array_at(a.out + 4 * (row * a.num_panels + panel) * PANEL, np.float32)
+            for column in range(PANEL):
+                out[column] = np.float32(0)
+            for group in range(groups):
+                first = group * GROUP
+                x = array_at(a.x + 4 * (row * a.depth + first), np.float32)
+                values = array_at(a.panels + (panel * a.depth + first) * PANEL, np.int8)
+                scales = array_at(a.scales + 4 * (panel * groups + group) * PANEL, np.float32)
+                multiply_add_scaled(out, x, values, scales, min(GROUP, a.depth - first))
 
 
 @njit(inline="always")

@@ -16,6 +16,7 @@ from trunkattn.cpu.tuning import REGISTER_TILES
 
 _FLOAT: Final = ir.FloatType()
 _INT: Final = ir.IntType(64)
+_PAGE_BYTES: Final = 4096
 
 
 def _host_lanes() -> int:
@@ -171,16 +172,11 @@ def _loop(builder: Any, start: list[list[Any]], operands: _LoopOperands) -> Any:
     for w in range(vectors):
         pointer = builder.gep(operands.b_base, [builder.add(b_at, _INT(w * LANES))])
         b_vectors.append(_load(builder, builder.bitcast(pointer, _VECTOR.as_pointer())))
-    fma_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    all_zero = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    fma = _fma(builder)
     a_at = builder.mul(k, operands.a_step)
     following = []
     for r in range(rows):
-        scalar = builder.load(builder.gep(operands.a_pointers[r], [a_at]))
-        first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
-        broadcast = builder.shuffle_vector(first, undefined, all_zero)
+        broadcast = _broadcast(builder, builder.load(builder.gep(operands.a_pointers[r], [a_at])))
         following.append([builder.call(fma, [broadcast, b_vectors[w], sums[r][w]]) for w in range(vectors)])
     if operands.lines is not None:
         _prefetch(builder, builder.load(builder.gep(operands.lines, [k])))
@@ -194,6 +190,19 @@ def _loop(builder: Any, start: list[list[Any]], operands: _LoopOperands) -> Any:
     branch.set_metadata("llvm.loop", _never_unroll(builder.module))
     builder.position_at_end(done)
     return following
+
+
+def _fma(builder: Any) -> Any:
+    """The function a · b + c of vectors, rounded once."""
+    fma_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
+
+
+def _broadcast(builder: Any, scalar: Any) -> Any:
+    """A vector of one number."""
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
 def _prefetch(builder: Any, address: Any) -> None:
@@ -235,6 +244,56 @@ def widen_scaled(typing_context, target, values, at, scales, scales_at):
         return context.get_dummy_value()
 
     return types.void(target, values, types.int64, scales, types.int64), codegen
+
+
+@intrinsic
+def multiply_add_scaled(typing_context, output, x, values, scales, depth):
+    """output[c] += Σ_k x[k] · (values[k · width + c] · scales[c]), k < depth, for the width columns c of a panel.
+
+    Arrays are flat: float32, and int8 values; depth >= 1. A value is widened in a register, to the bits that
+    `widen_scaled` writes. Memory a page farther on is asked for: values lie in the order of use.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        columns = TILES.score_vectors * LANES
+
+        def data(argument: int) -> Any:
+            return context.make_array(signature.args[argument])(context, builder, args[argument]).data
+
+        def vectors(base: Any, element: Any) -> list[Any]:
+            first = [builder.gep(base, [_INT(w * LANES)]) for w in range(TILES.score_vectors)]
+            return [builder.bitcast(each, ir.VectorType(element, LANES).as_pointer()) for each in first]
+
+        out, x, values = vectors(data(0), _FLOAT), data(1), data(2)
+        factors = [_load(builder, pointer) for pointer in vectors(data(3), _FLOAT)]
+        start = [_load(builder, pointer) for pointer in out]
+        entry, body, done = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
+        builder.branch(body)
+        builder.position_at_end(body)
+        k = builder.phi(_INT)
+        k.add_incoming(_INT(0), entry)
+        sums = [builder.phi(_VECTOR) for _ in start]
+        here = builder.gep(values, [builder.mul(k, _INT(columns))])
+        broadcast = _broadcast(builder, builder.load(builder.gep(x, [k])))
+        following = []
+        for pointer, factor, total in zip(vectors(here, ir.IntType(8)), factors, sums, strict=True):
+            steps = builder.load(pointer)
+            steps.align = 1
+            wide = builder.sitofp(builder.sext(steps, ir.VectorType(ir.IntType(32), LANES)), _VECTOR)
+            following.append(builder.call(_fma(builder), [broadcast, builder.fmul(wide, factor), total]))
+        _prefetch(builder, builder.ptrtoint(builder.gep(here, [_INT(_PAGE_BYTES)]), _INT))
+        k_next = builder.add(k, _INT(1))
+        k.add_incoming(k_next, body)
+        for total, first, following_one in zip(sums, start, following, strict=True):
+            total.add_incoming(first, entry)
+            total.add_incoming(following_one, body)
+        builder.cbranch(builder.icmp_signed("<", k_next, args[4]), body, done)
+        builder.position_at_end(done)
+        for value, pointer in zip(following, out, strict=True):
+            builder.store(value, pointer).align = 4
+        return context.get_dummy_value()
+
+    return types.void(output, x, values, scales, types.int64), codegen
 
 
 @intrinsic
