@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,27 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trunkattn import LLM
+from trunkattn.engine.engine import Engine
+from trunkattn.engine.outputs import RequestOutput
 from trunkattn.server import AppServer, ServerOptions, create_app
 
 NAME = "tiny"
+PATIENCE = 300.0  # seconds until a test gives up what it waits for; a machine that is busy, or compiles, takes its time
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if tools %}<tools>{{ tools | length }}\n{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
-def save_model(folder: Path, more: Sequence[AddedToken] = ()) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
+    """Waits until it is true."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "what the test waits for does not happen"
+        time.sleep(0.01)
+
+
+def save_model(folder: Path, more: Sequence[AddedToken] = (), num_positions: int = 512) -> None:
     """Random weights with logits that differ from token to token. more: tokens besides single bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -37,7 +49,7 @@ def save_model(folder: Path, more: Sequence[AddedToken] = ()) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=num_positions,
         bos_token_id=None,
         eos_token_id=256,
         pad_token_id=0,
@@ -92,10 +104,10 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+        return httpx.get(f"{self.url}{path}", timeout=PATIENCE, **options)
 
     def say(self, text: str) -> None:
         """Makes every answer of the model a text, then end-of-sequence."""
@@ -108,16 +120,45 @@ class Server:
         self.llm.engine._sampler.sample = sample  # type: ignore[method-assign]
 
     def is_idle(self) -> bool:
-        engine = self.llm.engine
-        return not engine.has_unfinished and engine.scheduler.cache.num_pages_in_use == 0
+        """Whether no request holds a page, after all that the engine's thread has been told; the cache's books must
+        agree then."""
+        found: Future[bool] = Future()
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
-        """Waits until no request holds a page; the cache's books must agree then."""
-        end = time.monotonic() + seconds
-        while not self.is_idle():
-            assert time.monotonic() < end, "requests or pages are left over"
-            time.sleep(0.01)
-        self.llm.engine.scheduler.cache.check_integrity()
+        def look(engine: Engine) -> None:
+            try:
+                is_idle = not engine.has_unfinished and engine.scheduler.cache.num_pages_in_use == 0
+                if is_idle:
+                    engine.scheduler.cache.check_integrity()
+                found.set_result(is_idle)
+            except BaseException as error:
+                found.set_exception(error)
+
+        self.app.state.service.loop.call(look)
+        return found.result(PATIENCE)
+
+    def wait_idle(self) -> None:
+        """Waits until no request holds a page."""
+        wait_for(self.is_idle)
+
+    def wait_for_samples(self, count: int) -> None:
+        """Waits until the live page has so many more samples."""
+        live = self.app.state.live
+        most = live._num_samples + count
+        wait_for(lambda: live._num_samples >= most)
+
+    def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+        """Until the event is set, answers that have begun stay as they are, so that a test can look at them."""
+        go_on, engine, step = threading.Event(), self.llm.engine, self.llm.engine.step
+
+        def step_of_beginners() -> list[RequestOutput]:
+            scheduler = engine.scheduler
+            have_begun = all(one.num_tokens > one.num_prompt_tokens + 2 for one in scheduler.running)
+            if have_begun and not scheduler.waiting and not go_on.wait(0.02):
+                return []
+            return step()
+
+        monkeypatch.setattr(engine, "step", step_of_beginners)
+        return go_on
 
 
 @pytest.fixture(scope="session")
@@ -139,11 +180,19 @@ def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
         return Server(f"http://127.0.0.1:{port}", llm, app, server.servers[0].get_loop())
 
     yield start
-    for server, thread in running:
+    for server, _ in running:
         server.should_exit = True
-        thread.join(10)
+    for _, thread in running:
+        thread.join(PATIENCE)
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Callable[..., Server]) -> Server:
+def shared_server(start_server: Callable[..., Server]) -> Server:
     return start_server()
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Iterator[Server]:
+    """The same server for all tests; each leaves it idle for the next one."""
+    yield shared_server
+    shared_server.wait_idle()

@@ -142,14 +142,14 @@ class Live:
         """Hands each reader what its tenant may see."""
         shots: dict[str | None, _Shot] = {}
         self._is_asked = False
-        for queue, reader in list(self._readers.items()):
-            tenant = reader.tenant
-            if tenant not in shots:
-                picture = json.dumps(self._picture(engine, tenant), ensure_ascii=False)
-                shots[tenant] = _Shot(tuple(self._samples), self._num_samples, picture)
+        readers = list(self._readers.items())
+        for tenant in {reader.tenant for _, reader in readers}:
+            picture = json.dumps(self._picture(engine, tenant), ensure_ascii=False)
+            shots[tenant] = _Shot(tuple(self._samples), self._num_samples, picture)
+        self._newest, self._shown_s = shots, time.monotonic()  # first, or who comes next would ask for another picture
+        for queue, reader in readers:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                reader.loop.call_soon_threadsafe(_replace, queue, shots[tenant])
-        self._newest, self._shown_s = shots, time.monotonic()
+                reader.loop.call_soon_threadsafe(_replace, queue, shots[reader.tenant])
 
     def _sample(self, engine: Engine) -> dict[str, float]:
         """What has been counted since the last sample, `seconds` before `time`."""
