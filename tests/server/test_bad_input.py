@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import NAME, Server
+from .conftest import NAME, PATIENCE, Server
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -115,12 +115,11 @@ def test_a_bad_field(server: Server, path: str, body: dict[str, Any], param: str
     # A lone surrogate cannot be sent as UTF-8; JSON can escape it.
     content = json.dumps(body)
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=PATIENCE)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400)
     assert (error["param"], error["type"].endswith("_error")) == (param, True)
     assert message in error["message"]
-    server.wait_idle()
 
 
 def test_an_image_is_refused_and_not_fetched(server: Server) -> None:

@@ -19,7 +19,6 @@ def test_an_answer(server: Server, reference: LLM) -> None:
     assert (answer.choices[0].finish_reason, answer.model, answer.object) == ("length", NAME, "text_completion")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 12)
-    server.wait_idle()
 
 
 def test_a_stream_adds_up_to_the_answer(server: Server, reference: LLM) -> None:

