@@ -256,9 +256,9 @@ REFERENCES = {"$defs": {"a" * 12: {f"p{i}": {"$ref": f"#/$defs/{name}"} for i, n
     ],
 )
 def test_a_form_is_checked_in_linear_time(form: StructuredOutputsParams) -> None:
-    schema, began = form.json, time.perf_counter()
+    schema, began = form.json, time.thread_time()
     check_form(form, schema, FormLimits())
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from trunkattn import LLM, SamplingParams
 
+PATIENCE = 300  # seconds until a test gives up
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
@@ -31,7 +33,7 @@ def run_all(work: Callable[[int], None], count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert not failures, failures
 
@@ -51,13 +53,25 @@ def test_answers_are_those_of_one_thread(llm: LLM) -> None:
     llm.engine.scheduler.cache.check_integrity()
 
 
-def test_every_stream_goes_on(llm: LLM) -> None:
+def test_every_stream_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread takes the engine's turns alone: both streams see tokens while the other one runs."""
-    order: list[int] = []
+    order, ended, step = list[int](), threading.Event(), llm.engine.step
+
+    def step_while_the_other_one_waits() -> Any:
+        end = time.monotonic() + PATIENCE
+        while len(llm._turn._inside) < 2 and not ended.is_set():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return step()
 
     def work(i: int) -> None:
-        for _ in llm.stream([i + 1, 2, 3], GREEDY):
-            order.append(i)
+        try:
+            for _ in llm.stream([i + 1, 2, 3], GREEDY):
+                order.append(i)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(llm.engine, "step", step_while_the_other_one_waits)
 
     run_all(work, 2)
     first_end = min(len(order) - 1 - order[::-1].index(i) for i in (0, 1))
