@@ -39,7 +39,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def run(code: str, *arguments: str) -> int:
-    return subprocess.run([sys.executable, "-c", code, *arguments], timeout=120, check=False).returncode
+    return subprocess.run([sys.executable, "-c", code, *arguments], timeout=600, check=False).returncode
 
 
 def test_the_library_in_a_forked_child() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import fcntl
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,7 @@ def start(name: str, options: dict[str, Any] | None = None) -> Start:
     return Start(name, Path("m"), options or {}, {})
 
 
-async def tokens(*pairs: tuple[float, int]) -> AsyncIterator[int]:
-    """So many tokens so far, after so many seconds each."""
-    for seconds, so_far in pairs:
-        await asyncio.sleep(seconds)
-        yield so_far
+CLOCK = "benchmarks.engines.replay.perf_counter"
 
 
 def test_a_name_stands_for_the_same_tokens_everywhere() -> None:
@@ -72,11 +68,19 @@ def test_agents_prompts_begin_with_earlier_turns_and_stay_short_enough() -> None
     assert any(a.parts[0] == b.parts[0] for a, b in pairwise(arrivals))
 
 
-def test_times_of_a_request() -> None:
-    answer = asyncio.run(ask(tokens((0.05, 1), (0.04, 9), (0.02, 11))))
+def test_times_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 7.0
+    monkeypatch.setattr(CLOCK, lambda: now)
+
+    async def tokens() -> AsyncIterator[int]:
+        nonlocal now
+        for seconds, so_far in ((0.05, 1), (0.04, 9), (0.02, 11)):
+            now += seconds
+            yield so_far
+
+    answer = asyncio.run(ask(tokens()))
     assert answer.output_tokens == 11
-    assert 0.05 <= answer.ttft < 0.1 and answer.latency >= 0.11
-    assert answer.tpot == pytest.approx((answer.latency - answer.ttft) / 10)
+    assert (answer.ttft, answer.latency, answer.tpot) == pytest.approx((0.05, 0.11, 0.006))
 
 
 class Arriving:
@@ -98,7 +102,9 @@ class Arriving:
     def shutdown(self) -> None: ...
 
 
-def test_a_run_sends_requests_at_their_times_and_empties_the_cache() -> None:
+def test_a_run_sends_requests_at_their_times_and_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(CLOCK, lambda: 1e-4 * next(ticks))  # however busy the machine is
     asked: list[tuple[str, int]] = []
     engine = Arriving(lambda *event: asked.append(event))
     arrivals = [Arrival(0.05, (("a", 3),), 4), Arrival(0.0, (("a", 5),), 6)]

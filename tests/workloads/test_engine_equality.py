@@ -133,15 +133,16 @@ def test_jobs_answer_fail_or_take_too_long(tmp_path: Path) -> None:
         "if case == 'killed':\n"
         "    print('loads', flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
-        "if case == 'slow': time.sleep(60)\n"
+        "if case == 'slow': time.sleep(600)\n"
         "open(path, 'w').write(json.dumps([case, backend, rest, os.environ['GIVEN']]))\n"
     )
-    jobs = [Job(case, "ours", ["--extra"], {"GIVEN": "yes"}) for case in ("good", "bad", "killed", "slow")]
-    found = run_jobs([str(script)], jobs, tmp_path, at_once=4, limit=5.0)
+    *jobs, slow = [Job(case, "ours", ["--extra"], {"GIVEN": "yes"}) for case in ("good", "bad", "killed", "slow")]
+    found = run_jobs([str(script)], jobs, tmp_path, at_once=4, limit=300.0)
     assert found["good"]["ours"] == ["good", "ours", ["--extra"], "yes"]
     assert found["bad"]["ours"]["failed"][-1] == "ValueError: ours is wrong"
     assert found["killed"]["ours"] == {"failed": ["ended with status -9 after: loads"]}
-    assert found["slow"]["ours"] == {"failed": ["no answer after 5 s"]}
+    found = run_jobs([str(script)], [slow], tmp_path, at_once=1, limit=1.0)
+    assert found["slow"]["ours"] == {"failed": ["no answer after 1 s"]}
 
 
 def test_a_case_is_a_command_of_this_script(tmp_path: Path) -> None:

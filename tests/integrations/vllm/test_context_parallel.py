@@ -31,7 +31,7 @@ class Meeting:
     """Where ranks exchange tensors."""
 
     def __init__(self) -> None:
-        self.barrier, self.brought = threading.Barrier(RANKS, timeout=30), [None] * RANKS
+        self.barrier, self.brought = threading.Barrier(RANKS, timeout=300), [None] * RANKS
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[Any]:
         self.brought[rank] = tensor
