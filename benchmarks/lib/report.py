@@ -13,8 +13,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -45,6 +43,8 @@ def _installed(package: str) -> bool:
 
 def environment(*packages: str) -> dict[str, Any]:
     """Date, commit, device and versions."""
+    import torch  # not above: processes of engines import this file, and start seconds sooner without
+
     return {
         "date": date.today().isoformat(),
         "commit": _commit(),
