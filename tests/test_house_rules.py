@@ -49,8 +49,8 @@ FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, FunctionDef]]:
-    """Every function with its qualified name, nested ones included."""
-    for node in ast.iter_child_nodes(tree):
+    """Every function with its qualified name, nested ones included. Expressions, most of a tree, have none."""
+    for node in (child for child in ast.iter_child_nodes(tree) if not isinstance(child, ast.expr)):
         if isinstance(node, FunctionDef):
             yield owner + node.name, node
         scope = f"{node.name}." if isinstance(node, FunctionDef | ast.ClassDef) else ""
