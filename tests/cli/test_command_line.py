@@ -22,6 +22,8 @@ from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model
 
+from .forked import Ended, run_all
+
 # Runs a command and then prints which large packages it has imported.
 IMPORTED = """
 import sys
@@ -48,47 +50,53 @@ def inherited(**changed: str) -> dict[str, str]:
     return {**kept, **changed}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("--version", 0),
-        ("--help", 0),
-        ("generate --help", 0),
-        ("serve --help", 0),
-        ("analyze --help", 0),
-        ("explain --help", 0),
-        ("generate nowhere --prompt a", 2),
-        ("generate owner/model --prompt a", 2),
-        ("generate . --prompt a --n 0", 2),
-        ("generate . --prompt a --temperature -1", 2),
-        ("generate . --prompt a --policy magic", 2),
-        ("generate . --prompt a --device abacus", 2),
-        ("generate . --prompt a --dtype int8", 2),
-        ("generate . --prompt-file nowhere.txt", 2),
-        ("generate . --prompt a --kv-cache-bytes many", 2),
-        ("generate . --prompt a --regex (a", 2),
-        ("generate . --prompt a --regex " + "a" * 9000, 2),
-        ("generate . --prompt a --json-schema nowhere.json", 2),
-        ("generate . --prompt a --json-schema pyproject.toml", 2),
-        ("generate . --prompt a --grammar pyproject.toml", 2),
-        ("generate . --prompt a --choice a --regex a", 2),
-        ("generate . --prompt a --logit-bias a=b", 2),
-        ("serve nowhere", 2),
-        ("serve . --port 99999", 2),
-        ("serve . --max-num-seqs 0", 2),
-        ("serve . --tool-call-parser magic", 2),
-        ("analyze nowhere.jsonl", 2),
-        ("analyze . --concurrency 4,none", 2),
-        ("analyze . --rate 0", 2),
-        ("analyze . --route magic", 2),
-        ("analyze . --page-size 0", 2),
-        ("analyze . --model nowhere", 2),
-        ("analyze . --html nowhere/report.html", 2),
-        ("explain 1,4_16,16 --tp none", 2),
-    ],
-)
-def test_it_ends_before_a_large_package_is_imported(arguments: str, code: int) -> None:
-    assert last_line(IMPORTED, *arguments.split()) == f"ended {code}"
+ENDED: dict[str, int] = {
+    "--version": 0,
+    "--help": 0,
+    "generate --help": 0,
+    "serve --help": 0,
+    "analyze --help": 0,
+    "explain --help": 0,
+    "generate nowhere --prompt a": 2,
+    "generate owner/model --prompt a": 2,
+    "generate . --prompt a --n 0": 2,
+    "generate . --prompt a --temperature -1": 2,
+    "generate . --prompt a --policy magic": 2,
+    "generate . --prompt a --device abacus": 2,
+    "generate . --prompt a --dtype int8": 2,
+    "generate . --prompt-file nowhere.txt": 2,
+    "generate . --prompt a --kv-cache-bytes many": 2,
+    "generate . --prompt a --regex (a": 2,
+    "generate . --prompt a --regex " + "a" * 9000: 2,
+    "generate . --prompt a --json-schema nowhere.json": 2,
+    "generate . --prompt a --json-schema pyproject.toml": 2,
+    "generate . --prompt a --grammar pyproject.toml": 2,
+    "generate . --prompt a --choice a --regex a": 2,
+    "generate . --prompt a --logit-bias a=b": 2,
+    "serve nowhere": 2,
+    "serve . --port 99999": 2,
+    "serve . --max-num-seqs 0": 2,
+    "serve . --tool-call-parser magic": 2,
+    "analyze nowhere.jsonl": 2,
+    "analyze . --concurrency 4,none": 2,
+    "analyze . --rate 0": 2,
+    "analyze . --route magic": 2,
+    "analyze . --page-size 0": 2,
+    "analyze . --model nowhere": 2,
+    "analyze . --html nowhere/report.html": 2,
+    "explain 1,4_16,16 --tp none": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, Ended]:
+    return dict(zip(ENDED, run_all([(Path.cwd(), arguments.split()) for arguments in ENDED]), strict=True))
+
+
+@pytest.mark.parametrize("arguments", ENDED)
+def test_it_ends_before_a_large_package_is_imported(ended: dict[str, Ended], arguments: str) -> None:
+    one = ended[arguments]
+    assert (one.code, one.imported) == (ENDED[arguments], []), one
 
 
 def test_waiting_threads_sleep_unless_the_user_says_otherwise() -> None:

@@ -14,6 +14,8 @@ import typer
 from trunkattn.cli import streams
 from trunkattn.cli.streams import as_file, check_writable, print_json, write
 
+from .forked import Ended, run_all
+
 ROW = {"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [1]}
 
 
@@ -30,29 +32,39 @@ def test_a_log_may_come_through_a_pipe(log: str) -> None:
     assert (found["num_requests"], found["source"]) == (1, "standard input" if log == "-" else "stdin")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["analyze", "LOG", "--gpu", "A100"], ["analyze", "LOG", "--tp", "3"], ["analyze", "LOG", "--format", "x"]),
-        *(["analyze", "LOG", "--tokenizer", "nowhere"], ["analyze", "LOG", "--tokenizer", "FOLDER"]),
-        *(["analyze", "LOG", "--kv-cache-bytes", "1"], ["analyze", "LOG", "--model", "llama-3-70b"]),
-        *(["analyze", "LOG", "--json", "LOG"], ["analyze", "FOLDER", "--html", "LOG"]),
-        *(["analyze", "LOG", "--json", "-", "--html", "-"], ["analyze", "LOG", "--json", "a", "--html", "./a"]),
-        *(["analyze", "LOG", "--concurrency", "", "--no-as-logged"], ["analyze", "LOG", "--concurrency", "1,,4"]),
-        *(["analyze", "LOG", "--rate", ","], ["analyze", "LOG", "--max-requests", "-1"]),
-        *(["explain", "1,4_16,16", "--gpu", "A100"], ["explain", "1,4_16,16", "--tp", "3"], ["explain", "0_1"]),
-        *(["explain", "99999999_1"], ["explain", "1_999999999999"], ["explain", "LOG", "--svg", "LOG"]),
-    ],
-    ids=" ".join,
-)
-def test_what_is_wrong_is_refused_before_torch_is_loaded(arguments: list[str], tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps(ROW), encoding="utf-8")
-    given = [{"LOG": str(log), "FOLDER": str(tmp_path)}.get(word, word) for word in arguments]
-    program = "import sys, trunkattn.cli as cli\ntry:\n    cli.main()\nfinally:\n    print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, timeout=300, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, b"False\n"), done.stderr
-    assert b"expected" in done.stderr and b"Traceback" not in done.stderr
+WRONG: list[list[str]] = [
+    *(["analyze", "LOG", "--gpu", "A100"], ["analyze", "LOG", "--tp", "3"], ["analyze", "LOG", "--format", "x"]),
+    *(["analyze", "LOG", "--tokenizer", "nowhere"], ["analyze", "LOG", "--tokenizer", "FOLDER"]),
+    *(["analyze", "LOG", "--kv-cache-bytes", "1"], ["analyze", "LOG", "--model", "llama-3-70b"]),
+    *(["analyze", "LOG", "--json", "LOG"], ["analyze", "FOLDER", "--html", "LOG"]),
+    *(["analyze", "LOG", "--json", "-", "--html", "-"], ["analyze", "LOG", "--json", "a", "--html", "./a"]),
+    *(["analyze", "LOG", "--concurrency", "", "--no-as-logged"], ["analyze", "LOG", "--concurrency", "1,,4"]),
+    *(["analyze", "LOG", "--rate", ","], ["analyze", "LOG", "--max-requests", "-1"]),
+    *(["explain", "1,4_16,16", "--gpu", "A100"], ["explain", "1,4_16,16", "--tp", "3"], ["explain", "0_1"]),
+    *(["explain", "99999999_1"], ["explain", "1_999999999999"], ["explain", "LOG", "--svg", "LOG"]),
+]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Ended]]:
+    """What each wrong command said, and its log."""
+    commands = []
+    for number, arguments in enumerate(WRONG):
+        folder = tmp_path_factory.mktemp(f"wrong-{number}")
+        log = folder / "log.jsonl"
+        log.write_text(json.dumps(ROW), encoding="utf-8")
+        commands.append((folder, [{"LOG": str(log), "FOLDER": str(folder)}.get(word, word) for word in arguments]))
+    logs = [folder / "log.jsonl" for folder, _ in commands]
+    return dict(zip(map(" ".join, WRONG), zip(logs, run_all(commands), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("arguments", [" ".join(words) for words in WRONG])
+def test_what_is_wrong_is_refused_before_torch_is_loaded(
+    refused: dict[str, tuple[Path, Ended]], arguments: str
+) -> None:
+    log, ended = refused[arguments]
+    assert (ended.code, ended.out) == (2, "") and "torch" not in ended.imported, ended
+    assert "expected" in ended.err and "Traceback" not in ended.err
     assert log.read_text(encoding="utf-8") == json.dumps(ROW)
 
 
