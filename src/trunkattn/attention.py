@@ -323,7 +323,14 @@ class BatchAttention:
         The embedded engine calls it for a layer that `run` has checked in an earlier step.
         """
         inputs = LayerInputs(
-            q=q, k_cache=k_cache, v_cache=v_cache, out=out, q_scale=None, k_scale=None, v_scale=None, sinks=sinks,
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            out=out,
+            q_scale=None,
+            k_scale=None,
+            v_scale=None,
+            sinks=sinks,
             return_lse=False,
-        )  # fmt: skip
+        )
         self._backend.run(plan.step, inputs, out)

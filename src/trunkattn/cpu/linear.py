@@ -37,7 +37,7 @@ GROUP: Final = 32  # weights of an output that share a scale
 _MOST: Final = 127  # steps of a scale, on either side of zero
 _SLICE_BYTES: Final = 24_576  # of a panel: stays in L1 while all rows pass over it
 _LINE_BYTES: Final = 64
-_WIDENED_BY_ROW: Final = 2  # rows up to which it is faster to widen a weight for each of them
+_WIDENED_BY_ROW: Final = 2  # rows up to which each of them widens the weights for itself
 
 
 class Panels(NamedTuple):

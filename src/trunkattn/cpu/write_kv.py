@@ -25,12 +25,10 @@ def write_on_cpu(
         )
     for new, cache in ((k, k_cache), (v, v_cache)):
         source, size = new.detach().to(cache.dtype).contiguous(), cache.itemsize
-        page, token, head = strides_of(cache)
+        strides = tuple(size * stride for stride in strides_of(cache))
         _, page_size, num_heads, width = cache.shape
-        _scatter(
-            cache.data_ptr(), size * page, size * token, size * head,
-            source.data_ptr(), slots.data_ptr(), count, page_size, num_heads, size * width,
-        )  # fmt: skip
+        addresses = (cache.data_ptr(), source.data_ptr(), slots.data_ptr())
+        _scatter(addresses, strides, count, page_size, num_heads, size * width)
 
 
 @njit
@@ -43,14 +41,14 @@ def _first_outside(slots_at, count, num_slots):
 
 
 @njit
-def _scatter(
-    cache_at, page_stride, token_stride, head_stride, source_at, slots_at, num_tokens, page_size, num_heads, width
-):
-    """Copies bytes. Strides and the width of a head are in bytes; `*_at` are addresses.
+def _scatter(addresses, strides, num_tokens, page_size, num_heads, width):
+    """Copies bytes. The strides of pages, tokens and heads and the width of a head are in bytes.
 
     It runs on one thread: a step has only a few hundred kilobytes, which take less time than to wake a second one.
     """
-    cache, source, slots = array_at(cache_at, np.uint8), array_at(source_at, np.uint8), array_at(slots_at, np.int64)
+    cache, source = array_at(addresses[0], np.uint8), array_at(addresses[1], np.uint8)
+    slots = array_at(addresses[2], np.int64)
+    page_stride, token_stride, head_stride = strides
     for i in range(num_tokens):
         if slots[i] < 0:
             continue
