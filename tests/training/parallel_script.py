@@ -5,9 +5,9 @@ test of two GPUs.
 """
 
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
-def work(rank: int, port: int, device: str) -> None:
+def work(rank: int, meeting: str, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(COLLECTIVES[device], init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group(COLLECTIVES[device], init_method=f"file://{meeting}", rank=rank, world_size=2)
     expected = []
     for tree in TREES:
         torch.manual_seed(0)
@@ -87,8 +87,5 @@ def in_processes_of_its_own(device: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    mp.spawn(work, (number, sys.argv[1]), nprocs=2)
-    sys.exit(0)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (f"{folder}/meeting", sys.argv[1]), nprocs=2)
