@@ -30,8 +30,9 @@ def kernel_address(kernel: Any) -> int:
 def call_on_threads(kernel: int, arguments: int, num_threads: int) -> None:
     """Calls a kernel as `kernel(arguments, thread)` for each thread below `num_threads`; returns when all have ended.
 
-    In a forked child of a process that has computed in parallel, this thread makes the calls in turn: GNU's OpenMP
-    ends a child that uses the threads of its parent. The results are the same bits.
+    A single call needs no parallel loop, and this thread makes it. In a forked child of a process that has computed in
+    parallel, this thread makes all calls in turn: GNU's OpenMP ends a child that uses the threads of its parent. The
+    results are the same bits.
 
     kernel: see `kernel_address`. arguments: address of what the kernel takes.
     """
