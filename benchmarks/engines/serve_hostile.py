@@ -32,6 +32,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httpx
+from transformers import AutoTokenizer
 
 from benchmarks.engines.serve_load import (
     Clients,
@@ -61,6 +62,9 @@ WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "
 MESSAGES: Final = [{"role": "user", "content": "hi"}]
 CHAIN: Final = {f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
 RULES: Final = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(3000)) + '\nr3000: "b"'
+# Tools that a chat template does not read are refused, and calls weigh little, so the model's own template goes through
+# all of them as well. It writes how long they are: they themselves are more than a prompt may have.
+READS_ALL: Final = "{{ [messages, tools] | tojson | length }}"
 LOOP: Final = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 
 
@@ -116,6 +120,13 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "a chain of rules": completion(structured_outputs={"grammar": RULES}),
         "a program as template": chat(chat_template_kwargs={"chat_template": LOOP}),
     }
+
+
+def read_all(folder: Path) -> None:
+    """Lets the chat template of a saved model read all of a conversation and its tools."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template += READS_ALL
+    tokenizer.save_pretrained(folder)
 
 
 class Watch:
@@ -316,6 +327,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "smollm2"
         save_folder(folder)
+        read_all(folder)
         kinds = acts(folder, wanted, arguments.seconds, arguments.load_seconds, arguments.times)
         rows = run(folder, kinds)
     bad = [

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.engines import serve_hostile
 from trunkattn.server import limits, running, service
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
@@ -180,6 +182,18 @@ def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch:
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 1_000_000}}
     response = server.post(CHAT, {"messages": MESSAGES, "tools": [tool]})
     assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+def test_the_benchmark_of_hostile_clients_weighs_the_largest_tools(
+    start_server: Callable[..., Server], save_tiny_model: Callable[..., None], tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
+    serve_hostile.read_all(tmp_path)
+    path, body = serve_hostile.hostile()["the most values"]
+    answer = httpx.post(start_server(path=tmp_path).url + path, content=body, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])
