@@ -35,7 +35,7 @@ class QueueFull(Exception):
 
 
 class EngineFailed(Exception):
-    """The engine could not compute a step, or it has stopped."""
+    """What another try may mend: the engine could not compute a step or has stopped, or a form could not be tried."""
 
 
 @dataclass(frozen=True)

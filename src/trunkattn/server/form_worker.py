@@ -28,9 +28,15 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+def limit(what: int, most: int) -> None:
+    """Lowers one of the system's limits of this process. Whoever started the server may have set a lower one."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def limit_cpu(seconds: float) -> None:
     """Lets the system end this process when it has worked for so long from now on."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, resource.RLIM_INFINITY))
+    limit(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 1)
 
 
 def walk(matcher: Any, num_tokens: int, mask_seconds: float, took: list[float]) -> str | None:
@@ -67,7 +73,7 @@ def serve() -> None:
     """Answers line by line until the input ends."""
     limits = json.loads(sys.stdin.readline())
     tokens = llguidance.LLTokenizer(limits["tokenizer"], n_vocab=limits["num_tokens"], eos_token=limits["eos"])
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
+    limit(resource.RLIMIT_AS, limits["memory_bytes"])
     print("ready", flush=True)
     for line in sys.stdin:
         limit_cpu(limits["cpu_seconds"])
