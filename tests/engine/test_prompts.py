@@ -62,26 +62,45 @@ SHOWS_TOOLS = {
     "after a default": "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}" + ALL,
     "beside the last question": "{% for m in messages %}{% if loop.last and m.role == 'user' and tools %}{{ tools }}"
     "{% endif %}{{ m.content }}{% endfor %}",
+    "where a variable asks for them": "{% if mood == 'calm' %}{{ tools }}{% endif %}" + ALL,
+    "beside a system message": "{% if messages[0].role == 'system' %}{{ tools }}{% endif %}" + ALL,
+    "beside two messages": "{% if messages | length == 2 %}{{ tools }}{% endif %}" + ALL,
+    "after a refusal": "{% if messages[0].content == 'a' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if messages | length == 1 %}{{ tools }}{% endif %}" + ALL,
     "in a macro": "{% macro list() %}{{ tools }}{% endmacro %}{{ list() }}" + ALL,
     "in one of two templates": {"default": ALL, "tool_use": "{{ tools }}" + ALL},
 }
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
 @pytest.mark.parametrize("place", SHOWS_TOOLS)
-def test_tools_pass_if_the_template_reads_them_anywhere(llm: LLM, monkeypatch: Any, place: str) -> None:
+def test_tools_pass_if_the_template_shows_them_anywhere(llm: LLM, monkeypatch: Any, place: str) -> None:
     """A template may show tools beside the question only: the turn after a call has none, as the model was trained."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", SHOWS_TOOLS[place])
-    assert "weather" in rendered(llm, [USER], tools=[TOOL])
-    rendered(llm, [USER, ASSISTANT], tools=[TOOL])
+    variables = {"mood": "calm"} if "variable" in place else None
+    messages = [SYSTEM, USER] if "messages" in place or "system" in place else [USER]
+    assert "weather" in rendered(llm, messages, tools=[TOOL], chat_template_kwargs=variables)
+    rendered(llm, [*messages, ASSISTANT][-2:], tools=[TOOL], chat_template_kwargs=variables)
 
 
-@pytest.mark.parametrize(
-    "template", [ALL, ALL + "{{ messages[0].tools }}", "{% macro m(tools) %}{{ tools }}{% endmacro %}{{ m(1) }}" + ALL]
+HIDES_TOOLS = (
+    ALL,
+    ALL + "{{ messages[0].tools }}",
+    "{% macro m(tools) %}{{ tools }}{% endmacro %}{{ m(1) }}" + ALL,
+    "{% if tools %}{% endif %}" + ALL,
+    "{% if tools is defined %}{% set found = tools %}{% endif %}" + ALL,
+    "{% if mood == 'calm' and tools %}{{ tools }}{% endif %}" + ALL,
+    {"default": "{{ tools }}.", "tool_use": "{% if tools %}{% endif %}" + ALL},
 )
-def test_tools_that_the_template_never_reads_are_refused(llm: LLM, monkeypatch: Any, template: str) -> None:
+
+
+@pytest.mark.parametrize("template", HIDES_TOOLS, ids=str)
+def test_tools_that_the_template_never_shows_are_refused(llm: LLM, monkeypatch: Any, template: Any) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     for ask in (llm.chat, llm.render_chat):
-        with pytest.raises(ValueError, match=r"^tools: the model's chat template reads none"):
+        with pytest.raises(ValueError, match=r"^tools: the model's chat template shows none"):
             ask([USER], tools=[TOOL])
     assert rendered(llm, [USER], tools=[]) == rendered(llm, [USER])
 

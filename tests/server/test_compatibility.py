@@ -155,25 +155,30 @@ def test_unknown_names_are_logged_once_or_refused(
 
 
 ONLY_TEXTS = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}"
+READS_TOOLS_IN_VAIN = ONLY_TEXTS + "{% if tools %}{% endif %}"
 FORCED: list[Any] = ["required", {"type": "function", "function": {"name": "f"}}]
 
 
+@pytest.mark.parametrize("template", [ONLY_TEXTS, READS_TOOLS_IN_VAIN])
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_tools_that_the_model_would_not_see_are_refused(
-    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, template: str
 ) -> None:
     body = {"messages": [USER], "tools": [TOOL]}
     assert server.post(path, body).status_code == 200
-    monkeypatch.setattr(server.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", template)
     refused = server.post(path, body)
     error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "tools") and "template reads none" in error["message"]
+    assert (refused.status_code, error["param"]) == (400, "tools") and "template shows none" in error["message"]
 
 
+@pytest.mark.parametrize("template", [ONLY_TEXTS, READS_TOOLS_IN_VAIN])
 @pytest.mark.parametrize("choice", ["none", *FORCED], ids=str)
-def test_tools_pass_if_nothing_has_to_show_them(server: Server, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+def test_tools_pass_if_nothing_has_to_show_them(
+    server: Server, monkeypatch: pytest.MonkeyPatch, choice: Any, template: str
+) -> None:
     """A forced call follows the tools' schemas by the form of its answer; libraries ask for objects that way."""
-    monkeypatch.setattr(server.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", template)
     function = {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}
     tools = [{"type": "function", "function": function}]
     body = {"messages": [USER], "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}

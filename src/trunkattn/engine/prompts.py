@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from inspect import signature
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, Final
 
 from jinja2.meta import find_undeclared_variables
@@ -17,6 +18,13 @@ from trunkattn.engine.config import check_bool, check_text, shown
 # Parameters of a tokenizer's `apply_chat_template`, and what it calls the conversation: they are no variables of a
 # template. Whoever sets `chat_template` brings a program.
 RESERVED: Final = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+# The simplest conversations and tool, by which a template shows whether it shows tools.
+_QUESTION: Final = ({"role": "user", "content": "a"},)
+_SYSTEM: Final = ({"role": "system", "content": "b"},)
+_TOOL: Final = MappingProxyType(
+    {"type": "function", "function": {"name": "c", "description": "d", "parameters": {"type": "object"}}}
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -124,8 +132,21 @@ def fill_template(tokenizer: Any | None, conversation: Any, options: ChatOptions
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptions, name: str = "messages") -> str:
+def render_template(
+    tokenizer: Any | None,
+    conversation: Any,
+    options: ChatOptions,
+    name: str = "messages",
+    tools_may_be_hidden: bool = False,
+) -> str:
     """A conversation as a text, by the tokenizer's chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None.
+        conversation: the messages.
+        options: see `ChatOptions`.
+        name: what errors call the conversation.
+        tools_may_be_hidden: the template need not show the tools, because something else makes the answer follow them.
 
     Raises:
         TypeError, ValueError: naming the bad message by `name` and its position, or an option that the template does
@@ -137,15 +158,16 @@ def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptio
     messages = [_message(f"{name}[{position}]", message) for position, message in enumerate(conversation)]
     try:
         text = str(tokenizer.apply_chat_template(messages, **options.arguments()))
+        hides_tools = not tools_may_be_hidden and _hides_tools(tokenizer, messages, options, text)
     except Exception as error:  # a template is a program, and may raise anything
         reason = shown(str(error) or type(error).__name__, most=300)[1:-1]
         raise ValueError(f"{name}={shown(conversation)}: the model's chat template refuses it: {reason}") from error
-    for unread in unread_options(tokenizer, options):
-        if unread == "tools":
-            raise ValueError(
-                "tools: the model's chat template reads none, so the model would not see them; leave them out, or use "
-                "a model whose template shows them"
-            )
+    if hides_tools:
+        raise ValueError(
+            "tools: the model's chat template shows none, so the model would not see them; leave them out, or use a "
+            "model whose template shows them"
+        )
+    for unread in unread_variables(tokenizer, options):
         names = ", ".join(sorted(own_variables(tokenizer, options)))
         raise ValueError(
             f"chat_template_kwargs.{shown(unread)[1:-1]}: the model's chat template never reads it; "
@@ -154,11 +176,10 @@ def render_template(tokenizer: Any | None, conversation: Any, options: ChatOptio
     return text
 
 
-def unread_options(tokenizer: Any, options: ChatOptions) -> list[str]:
-    """What the chat template would ignore: "tools" if there are tools, and names of `chat_template_kwargs`."""
+def unread_variables(tokenizer: Any, options: ChatOptions) -> list[str]:
+    """The names of `chat_template_kwargs` that the chat template would ignore."""
     read = _variables(tokenizer, options)
-    given = [*(["tools"] if options.tools else []), *(options.chat_template_kwargs or ())]
-    return [] if read is None else [name for name in given if name not in read]
+    return [] if read is None else [name for name in options.chat_template_kwargs or () if name not in read]
 
 
 def own_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
@@ -166,14 +187,53 @@ def own_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
     return (_variables(tokenizer, options) or frozenset()) - RESERVED - {*tokenizer.special_tokens_map}
 
 
+def _hides_tools(tokenizer: Any, messages: Any, options: ChatOptions, text: str) -> bool:
+    """Whether a template shows nothing of the tools, neither in a conversation nor in the simplest ones. Many show them
+    only in some conversations, as the model was trained. text: what the template makes of the conversation."""
+    template = _template(tokenizer, options) if options.tools else None
+    if template is None or _shows_tools(template, frozenset(tokenizer.special_tokens_map.items())):
+        return False
+    bare = replace(options, tools=None).arguments()
+    return text == tokenizer.apply_chat_template(messages, chat_template=template, **bare)
+
+
+@lru_cache
+def _shows_tools(template: str, special_tokens: frozenset[tuple[str, str]]) -> bool:
+    """Whether a template shows a tool in one of the simplest conversations. One that refuses them may show it in
+    others."""
+
+    def render(messages: Any, tools: Any) -> str:
+        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        return compiled.render(**dict(special_tokens), **variables)
+
+    try:
+        if "tools" not in _variables_of(template):
+            return False
+        compiled = _compile_jinja_template(template)
+        return any(
+            render(messages, [dict(_TOOL)]) != render(messages, None) for messages in (_QUESTION, _SYSTEM + _QUESTION)
+        )
+    except Exception:  # it is foreign
+        return True
+
+
 def _variables(tokenizer: Any, options: ChatOptions) -> frozenset[str] | None:
-    """The variables that the chat template reads anywhere. None: that is unknown, because the tokenizer fills templates
-    by a program of its own, or because the template is damaged, which filling it reports."""
+    """The variables that the chat template reads anywhere. None: that is unknown, because there is none to be read, or
+    because it is damaged, which filling it reports."""
+    template = _template(tokenizer, options)
+    try:
+        return None if template is None else _variables_of(template)
+    except Exception:  # it is foreign
+        return None
+
+
+def _template(tokenizer: Any, options: ChatOptions) -> str | None:
+    """The chat template; None if the tokenizer fills templates by a program of its own, or has none of this kind."""
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     try:
-        return _variables_of(tokenizer.get_chat_template(tools=options.arguments()["tools"]))
-    except Exception:  # it is foreign
+        return str(tokenizer.get_chat_template(tools=options.arguments()["tools"]))
+    except ValueError:
         return None
 
 

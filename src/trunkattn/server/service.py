@@ -13,7 +13,7 @@ from trunkattn.engine.engine import CheckedRequest
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.prompts import ChatOptions, own_variables, read_arguments, render_template, unread_options
+from trunkattn.engine.prompts import ChatOptions, own_variables, read_arguments, render_template, unread_variables
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.body import LONGEST_NAME, Reading, closest
@@ -149,26 +149,24 @@ class Service:
                 conversation = [_message(message, place, rest) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
                 chat = ChatOptions(tools=described or None, **options)
-                chat = self._readable(chat, calls_are_forced)
+                chat = self._readable(chat)
                 with template_clock(LIMITS.template_seconds, rest):
-                    return render_template(self.llm.tokenizer, conversation, chat)
+                    return render_template(self.llm.tokenizer, conversation, chat, tools_may_be_hidden=calls_are_forced)
 
         return await self.tokens(await self.lanes.run(num_bytes, render), "messages", False, truncates)
 
-    def _readable(self, chat: ChatOptions, calls_are_forced: bool) -> ChatOptions:
-        """The options without those that the chat template does not read and that a request may have nevertheless: the
-        tools of a forced call, and variables of other templates, unless requests are strict. Those go into the log."""
+    def _readable(self, chat: ChatOptions) -> ChatOptions:
+        """The options without variables of other templates, which a request may have, unless requests are strict. Those
+        go into the log."""
         tokenizer = self.llm.tokenizer
-        unread = [] if tokenizer is None else unread_options(tokenizer, chat)
-        if "tools" in unread and calls_are_forced:
-            chat = replace(chat, tools=None)
+        unread = [] if tokenizer is None else unread_variables(tokenizer, chat)
         if self.options.strict_requests or not unread:
             return chat
         if len(unread) > LIMITS.unknown:  # each is compared with all that the template reads
             message = f"chat_template_kwargs names {len(unread)} variables that the model's chat template never reads"
             raise BadRequest(f"{message}: expected at most {LIMITS.unknown}", "chat_template_kwargs")
         known = own_variables(tokenizer, chat)
-        foreign = {name for name in unread if name != "tools" and closest(name, known) is None}
+        foreign = {name for name in unread if closest(name, known) is None}
         if foreign:
             names = ", ".join(sorted(repr(name[:LONGEST_NAME]) for name in foreign))
             _LOG.info("Ignored variables that the chat template does not read: %s", names)
