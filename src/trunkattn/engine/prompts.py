@@ -191,7 +191,9 @@ def _hides_tools(tokenizer: Any, messages: Any, options: ChatOptions, text: str)
     """Whether a template shows nothing of the tools, neither in a conversation nor in the simplest ones. Many show them
     only in some conversations, as the model was trained. text: what the template makes of the conversation."""
     template = _template(tokenizer, options) if options.tools else None
-    if template is None or _shows_tools(template, frozenset(tokenizer.special_tokens_map.items())):
+    special_tokens = tokenizer.special_tokens_map.items() if template else ()
+    texts = frozenset((name, token) for name, token in special_tokens if isinstance(token, str))
+    if template is None or _shows_tools(template, texts):
         return False
     bare = replace(options, tools=None).arguments()
     return text == tokenizer.apply_chat_template(messages, chat_template=template, **bare)
@@ -203,7 +205,7 @@ def _shows_tools(template: str, special_tokens: frozenset[tuple[str, str]]) -> b
     others."""
 
     def render(messages: Any, tools: Any) -> str:
-        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        variables = {"messages": [*messages], "tools": tools, "documents": None, "add_generation_prompt": True}
         return compiled.render(**dict(special_tokens), **variables)
 
     try:
