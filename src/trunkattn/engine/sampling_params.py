@@ -19,6 +19,11 @@ GREEDY_BELOW = 1e-5  # a smaller temperature counts as 0: its softmax is one-hot
 class StructuredOutputsParams:
     """A form that an answer must have. Exactly one is given. The names are vLLM's.
 
+    The size of a form is limited, but not the time and the memory that llguidance takes to compile it: some small
+    schemas, such as `{"multipleOf": 12345677}`, take minutes and gigabytes. `LLM` compiles a form in its own process,
+    and Ctrl-C ends the wait. Let `trunkattn serve` answer forms of people whom you do not trust: it tries each one in
+    another process with limits.
+
     Attributes:
         json: a JSON schema, as a mapping or as text.
         regex: a regular expression that the whole answer matches.
