@@ -13,7 +13,7 @@ import llguidance
 import pytest
 
 from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
-from trunkattn.engine.form_limits import FormLimits, check_form, longest_chain
+from trunkattn.engine.form_limits import FormLimits, check_form, check_size, longest_chain
 from trunkattn.engine.structured_output import StructuredOutputs
 
 SCHEMA = {
@@ -164,6 +164,22 @@ def test_compiled_forms_are_kept_up_to_their_bytes(smollm2_tokenizer: Any) -> No
     for number in range(20):
         forms.start(form(regex=f"a{number}"))
     assert 4 < len(forms._compiled) < 17 and not forms.has_compiled(forms.source(form(regex="a+")))
+
+
+def test_what_failed_is_remembered_without_its_text(smollm2_tokenizer: Any) -> None:
+    forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2])
+    with pytest.raises(ValueError, match="expected a valid json"):
+        forms.start(form(json={"type": "nonsense", "description": "x" * 100_000}))
+    kept = [*forms._failed, *forms._failed.values()]
+    assert len(kept) == 2 and sum(map(len, kept)) < 1000
+
+
+def test_the_digits_of_a_schema_are_counted_before_they_are_written() -> None:
+    for numbers in ([10**4000] * 100, [10**4000, -(10**4000)] * 50):
+        schema = {"enum": numbers}
+        with pytest.raises(ValueError, match=r"structured_outputs\.json has \d+ digits: expected at most 120000"):
+            check_size(schema, FormLimits())
+    check_size({"enum": [10**300] * 300, "minimum": True}, FormLimits())
 
 
 def test_what_failed_once_is_not_compiled_again(smollm2_tokenizer: Any) -> None:

@@ -102,7 +102,7 @@ def largest(annotation: Any, metadata: Sequence[Any] = ()) -> Iterator[Any]:
         yield from largest(inner[0], inner[1:])
     elif origin is list:
         one = example(inner[0])
-        size = json_size(json.dumps(one).encode(), LIMITS.nodes)
+        size = json_size(json.dumps(one).encode(), LIMITS.nodes, LIMITS.digits)
         most = MOST_VALUES if one == 1 else MOST_NODES // (1 + size.values + size.nodes)
         room = min(most, MOST_BYTES // (2 + len(json.dumps(one))))
         yield [one] * min(room, limit(metadata, "max_length") or room)

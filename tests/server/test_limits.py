@@ -125,6 +125,26 @@ def test_what_holds_too_much_is_refused_before_it_is_read(
     assert response.status_code == 400 and "expected at most 50000" in response.text
 
 
+@pytest.mark.parametrize("number", ["9" * 513, "-" + "9" * 513, "0." + "9" * 600, "1e" + "9" * 600])
+def test_numbers_that_take_long_to_be_read_are_refused_before(
+    server: Server, monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    """Python reads and writes the digits of an integer in quadratic time, and others wait for its lock."""
+    call = {"function": {"name": "f", "arguments": f'{{"x": ["1", {number}]}}'}}
+    body = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    with monkeypatch.context() as patches:
+        patches.setattr(service, "_arguments", None)
+        refused = server.post(CHAT, body)
+    assert refused.status_code == 400 and "at most 512 digits" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+    text = json.dumps(BASE | {"metadata": {"x": "9" * 600}})
+    assert httpx.post(server.url + COMPLETE, content=text, timeout=PATIENCE).status_code == 200
+    monkeypatch.setattr("trunkattn.server.intake.json.loads", None)
+    raw = text[:-1] + f', "metadata": [{number}]}}'
+    refused = httpx.post(server.url + COMPLETE, content=raw, timeout=PATIENCE)
+    assert refused.status_code == 400 and "of more than 512 digits" in refused.text
+
+
 def test_texts_and_token_ids_may_be_long(server: Server) -> None:
     text = '[{"a": "b"}, \\"' * 40_000
     for path, body in (

@@ -32,7 +32,7 @@ class FormLimits:
         max_characters: characters of all names and texts of a schema, of all choices, or of a grammar. OpenAI: 120,000.
         max_properties: properties of a schema, in all. OpenAI: 5,000.
         max_enum_values: values of all enums of a schema, or choices. OpenAI: 1,000.
-        max_values: values of a schema, of any kind, in all.
+        max_values: values of a schema, of any kind, in all. Their digits count as characters, too, by themselves.
         max_text: characters of a schema that is given as JSON text.
         max_depth: levels of lists and mappings within a schema.
         max_chain: definitions of a schema, or rules of a grammar, that name one another in a row; and references that
@@ -115,6 +115,12 @@ def check_size(schema: Any, limits: FormLimits) -> None:
         _at_most("json", len(schema), limits.max_text, "characters of JSON")
     else:
         _at_most("json", _count_values(schema, limits.max_values), limits.max_values, "values")
+        _at_most("json", sum(map(_num_digits, _values(schema))), limits.max_characters, "digits")
+
+
+def _num_digits(value: Any) -> int:
+    """About as many digits as an integer has, without writing it, which takes quadratic time."""
+    return value.bit_length() * 3 // 10 if isinstance(value, int) else 0
 
 
 def _count_values(value: Any, most: int) -> int:

@@ -4,6 +4,7 @@ llguidance (https://github.com/guidance-ai/llguidance) compiles lazily, so that 
 token. It is imported when the first form is asked for.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -23,6 +24,11 @@ from trunkattn.interrupts import interruptible
 _BASE_BYTES: Final = 64 << 10
 _BYTES_PER_CHARACTER: Final = 32
 _REMEMBERED_FAILURES: Final = 256
+
+
+def digest(grammar: str) -> bytes:
+    """What a grammar, which may be long, is remembered by."""
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
 
 
 class GrammarState:
@@ -89,7 +95,7 @@ class StructuredOutputs:
         self._lock = Lock()  # of the two dictionaries; nothing is compiled under it
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # grammar -> matcher at its beginning; the newest is last
         self._weights: dict[str, int] = {}  # grammar -> bytes, where somebody has measured them
-        self._failed: OrderedDict[str, str] = OrderedDict()  # grammar -> what is wrong with it
+        self._failed: OrderedDict[bytes, str] = OrderedDict()  # digest of a grammar -> what is wrong with it
 
     def start(self, form: StructuredOutputsParams) -> GrammarState:
         """The form at the beginning of an answer, compiled unless it is kept.
@@ -100,14 +106,14 @@ class StructuredOutputs:
         """
         name, value, grammar = grammar_of(form, self._limits)
         with self._lock:
-            matcher, failure = self._compiled.get(grammar), self._failed.get(grammar)
+            matcher, failure = self._compiled.get(grammar), self._failed.get(digest(grammar))
         if matcher is None and failure is None:
             compiler, tokens = library().LLMatcher, self._tokens
             matcher = interruptible(lambda: compiler(tokens, grammar, log_level=0))
             if matcher.is_error():
                 matcher, failure = None, reason_of(matcher)
         if matcher is None:
-            self._remember(self._failed, grammar, failure)
+            self._remember(self._failed, digest(grammar), failure)
             raise ValueError(refusal(name, value, failure))
         state = GrammarState(matcher.deep_copy(), self._tokens.vocab_size, self._vocab_size)
         self._remember(self._compiled, grammar, matcher)
@@ -117,7 +123,7 @@ class StructuredOutputs:
         """The grammar that a form is compiled from. Raises what `start` raises."""
         name, value, grammar = grammar_of(form, self._limits)
         with self._lock:
-            failure = self._failed.get(grammar)
+            failure = self._failed.get(digest(grammar))
             if failure is not None:
                 raise ValueError(refusal(name, value, failure))
         return grammar
@@ -129,7 +135,7 @@ class StructuredOutputs:
 
     def refuse(self, grammar: str, reason: str) -> None:
         """Remembers that a grammar cannot be used, so that it is not compiled again."""
-        self._remember(self._failed, grammar, reason)
+        self._remember(self._failed, digest(grammar), reason)
 
     def weigh(self, grammar: str, num_bytes: int) -> None:
         """Notes what a compiled form takes, which its text may not show."""
@@ -143,11 +149,11 @@ class StructuredOutputs:
         assert self._tokenizer is not None
         return self._tokenizer.backend_tokenizer.to_str(), self._num_vocab, self._eos_token_ids
 
-    def _remember(self, among: OrderedDict[str, Any], grammar: str, what: Any) -> None:
+    def _remember(self, among: OrderedDict[Any, Any], key: Any, what: Any) -> None:
         """Puts an entry in as the newest, and drops the oldest ones that do not fit any more."""
         with self._lock:
-            among[grammar] = what
-            among.move_to_end(grammar)
+            among[key] = what
+            among.move_to_end(key)
             while len(self._failed) > _REMEMBERED_FAILURES:
                 self._failed.popitem(last=False)
             while len(self._compiled) > 1 and sum(map(self._bytes_of, self._compiled)) > self._limits.cache_bytes:

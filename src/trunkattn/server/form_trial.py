@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from trunkattn.engine.sampling_params import StructuredOutputsParams
-from trunkattn.engine.structured_output import StructuredOutputs
+from trunkattn.engine.structured_output import StructuredOutputs, digest
 from trunkattn.server.engine_loop import EngineFailed
 from trunkattn.server.lanes import Lanes
 from trunkattn.server.limits import RequestLimits
@@ -43,7 +43,7 @@ class FormTrial:
         self._forms, self._lanes, self._limits = forms, lanes, limits
         self._idle: asyncio.Queue[Process | None] | None = None  # None in it: a process that has not started
         self._processes: set[Process] = set()
-        self._token_seconds: OrderedDict[str, float] = OrderedDict()  # of grammars; the newest is last
+        self._token_seconds: OrderedDict[bytes, float] = OrderedDict()  # of grammars' digests; newest last
 
     async def check(self, form: StructuredOutputsParams, num_bytes: int) -> float:
         """Tries a form unless it is compiled already. Returns the seconds that a token of an answer takes.
@@ -57,8 +57,9 @@ class FormTrial:
             EngineFailed: the machine was too busy to try it.
         """
         grammar = await self._lanes.run(num_bytes, lambda _: self._forms.source(form))
-        if grammar in self._token_seconds and self._forms.has_compiled(grammar):
-            return self._token_seconds[grammar]
+        key = digest(grammar)
+        if key in self._token_seconds and self._forms.has_compiled(grammar):
+            return self._token_seconds[key]
         if self._idle is None:
             self._idle = asyncio.Queue()
             for _ in range(_NUM_WORKERS):
@@ -81,7 +82,7 @@ class FormTrial:
             self._forms.refuse(grammar, outcome.failure)
             await self._lanes.run(num_bytes, lambda _: self._forms.source(form))  # raises it, with the form's name
         self._forms.weigh(grammar, outcome.num_bytes)
-        self._token_seconds[grammar] = outcome.token_seconds
+        self._token_seconds[key] = outcome.token_seconds
         while len(self._token_seconds) > _REMEMBERED:
             self._token_seconds.popitem(last=False)
         return outcome.token_seconds

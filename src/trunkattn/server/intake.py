@@ -49,13 +49,15 @@ def _check_size(raw: bytes, most_values: int) -> None:
     """Raises BadRequest if a body holds too much to be read."""
     if raw.count(b",") > LIMITS.values:
         raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
-    size = json_size(raw, LIMITS.nodes)
+    size = json_size(raw, LIMITS.nodes, LIMITS.digits)
     if size.nodes > LIMITS.nodes:
         raise BadRequest(
             f"the body has {size.nodes} or more texts, lists and mappings: expected at most {LIMITS.nodes}"
         )
     if size.values > most_values:
         raise BadRequest(f"the body has {size.values} values: expected at most {most_values}")
+    if size.has_long_number:
+        raise BadRequest(f"the body has a number of more than {LIMITS.digits} digits: expected at most so many")
 
 
 def _no_constant(name: str) -> NoReturn:

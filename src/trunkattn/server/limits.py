@@ -16,6 +16,7 @@ class RequestLimits:
     Attributes:
         values: commas of a body, those of its texts among them, before it is read as JSON.
         nodes: texts, names, lists and mappings of a body, and values of one whose values are no token ids.
+        digits: of a number in a row. Those of the largest float are 309.
         unknown: names of a body that do not exist.
         depth: levels of lists and mappings in a field of any JSON (OpenAI: 10 in a schema).
         prompts: of a request; an operator sets a lower limit of its answers.
@@ -49,6 +50,7 @@ class RequestLimits:
 
     values: int = 1_000_000
     nodes: int = 50_000
+    digits: int = 512
     unknown: int = 64
     depth: int = 64
     prompts: int = 2_048

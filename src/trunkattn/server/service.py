@@ -426,11 +426,15 @@ def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
         for number, call in enumerate(message.tool_calls or ()):
             rest()
             given = call.function.arguments
-            if isinstance(given, str):
-                total += sum(json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes))
+            if not isinstance(given, str):
+                continue
+            size = json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes, LIMITS.digits)
+            total += size.values + size.nodes
+            name = f"messages[{place}].tool_calls[{number}].function.arguments"
             if total > LIMITS.nodes:
-                name = f"messages[{place}].tool_calls[{number}].function.arguments"
                 raise BadRequest(f"{name}: expected at most {LIMITS.nodes} values in all calls", name)
+            if size.has_long_number:
+                raise BadRequest(f"{name}: expected numbers of at most {LIMITS.digits} digits", name)
 
 
 def _arguments(name: str, text: str) -> Any:
