@@ -15,7 +15,7 @@ import pytest
 
 from trunkattn.server import limits, running
 
-from .conftest import Server
+from .conftest import Server, wait_for
 
 END = "\r\nConnection: close\r\n\r\n"
 
@@ -93,6 +93,20 @@ def test_bytes_that_are_no_request_are_told_why(server: Server, sent: bytes, sta
     answered, body = answer(server, sent)
     error = json.loads(body)["error"]["message"]
     assert answered == status and message in error and "expected" in error and "bytearray" not in error
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(
+    server: Server, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    counts = [f'path="{path}",status="{status}"' for status in (499, 500)]
+    with caplog.at_level(logging.INFO, "trunkattn"):
+        with connected(server) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+            connection.sendall(head.encode() + b'{"prompt"')
+        wait_for(lambda: any(count in server.get("/metrics").text for count in counts))
+    assert counts[1] not in server.get("/metrics").text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_client_that_would_rather_have_http2_is_answered_quietly(

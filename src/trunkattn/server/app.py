@@ -18,7 +18,7 @@ from trunkattn.engine.llm import LLM
 from trunkattn.server.chat import Chat
 from trunkattn.server.completions import Completion
 from trunkattn.server.engine_loop import EngineLoop
-from trunkattn.server.errors import BadRequest, add_handlers, error_response
+from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
 from trunkattn.server.middleware import AnswerErrors, CheckHost, LimitBody, ReadTarget, RequireKey
@@ -38,7 +38,6 @@ AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
 
 _LOG: Final = logging.getLogger(__name__)
 _READ: Final = ("GET", "HEAD")
-_CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
 _STATIC: Final = files("trunkattn.server") / "static"
 # The page asks no other host for anything, and no other page may hold it in a frame.
 _PAGE_HEADERS: Final = MappingProxyType(
@@ -182,7 +181,7 @@ async def _answer(
     """The response of an endpoint that computes, unless the client goes away before it begins."""
     arrived, raw = time.monotonic(), await request.body()
     response = await _unless_disconnected(request, _respond(service, request, raw, arrived, body_model, endpoint_type))
-    return Response(status_code=_CLIENT_CLOSED) if response is None else response
+    return Response(status_code=CLIENT_CLOSED) if response is None else response
 
 
 async def _respond(

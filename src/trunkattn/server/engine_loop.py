@@ -151,6 +151,8 @@ class EngineLoop:
             place.enter_context(self.place())
             self._commands.put(lambda: self._add(submission, inbox))
             try:
+                if not self.is_running:  # the thread may have taken its last command before this one
+                    raise EngineFailed("the server is shutting down")
                 while True:
                     output = await inbox.get()
                     if output.metrics.first_token_time is not None:
@@ -185,12 +187,17 @@ class EngineLoop:
         return tenant is None or (inbox is not None and inbox.tenant == tenant)
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._take_commands()
-            if not self._stopping and self.engine.has_unfinished:
-                self._step()
-            self._let_watch()
-        self._fail_all(EngineFailed("the server is shutting down"))
+        try:
+            while not self._stopping:
+                self._take_commands()
+                if not self._stopping and self.engine.has_unfinished:
+                    self._step()
+                self._let_watch()
+        finally:  # nobody may wait for an answer that never comes
+            message = "the server is shutting down" if self._stopping else "the engine has stopped"
+            self._stopping = True
+            self._take_left()
+            self._fail_all(EngineFailed(message))
 
     def _take_commands(self) -> None:
         """Runs the commands that wait, for a short time: running answers wait meanwhile. Without a request it waits for
@@ -207,6 +214,14 @@ class EngineLoop:
                 if time.monotonic() - began > _COMMAND_SECONDS:
                     return
                 command = self._commands.get_nowait()
+
+    def _take_left(self) -> None:
+        """Runs all commands that came during the last step."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if command is not None:
+                    command()
 
     def _add(self, submission: Submission, inbox: _Inbox) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from trunkattn.engine.request import PromptTooLong
@@ -17,6 +18,7 @@ from trunkattn.server.engine_loop import EngineFailed, QueueFull
 _LOG: Final = logging.getLogger(__name__)
 _LONGEST: Final = 1000  # characters of a message
 _TYPES: Final = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code, at which clients shorten a conversation
 _CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
@@ -76,6 +78,8 @@ def failure(error: BaseException) -> JSONResponse:
             return error_response(503, f"{error}; try again", headers={"Retry-After": "1"})
         case AnswerFailed():
             return error_response(500, str(error))
+        case ClientDisconnect():
+            return error_response(CLIENT_CLOSED, "the client went away before its body was complete")
     _LOG.error("A request failed.", exc_info=error)
     return error_response(500, f"the server failed: {type(error).__name__}")
 
