@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
 from trunkattn.server import form_worker, limits, running, service
+from trunkattn.server.json_size import json_size
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
 from .conftest import PATIENCE, Server, wait_for
@@ -111,6 +112,9 @@ BEFORE_READING: dict[str, tuple[str, bytes]] = {
     "names": (COMPLETE, b"{" + b",".join(b'"%d":1' % i for i in range(100_001)) + b"}"),
     "texts": (COMPLETE, b'{"prompt":[' + b'"x",' * 100_000 + b'"x"]}'),
     "quotes": (COMPLETE, b'"' * 1_000_000),
+    "the least floats": (COMPLETE, b'{"prompt":[' + b"5e-324," * 900_000 + b"1]}"),
+    "exponents": (COMPLETE, b'{"prompt":[' + b"9E9,true," * 100_000 + b"1]}"),
+    "fractions": (COMPLETE, b'{"prompt":[' + b"0.123456789012345678," * 700_000 + b"1]}"),
     "lists after marks within a text": (COMPLETE, rb'{"x":"\\","y":"\"","prompt":[' + b"[]," * 100_000 + b"[]]}"),
 }
 
@@ -143,6 +147,11 @@ def test_numbers_that_take_long_to_be_read_are_refused_before(
     raw = text[:-1] + f', "metadata": [{number}]}}'
     refused = httpx.post(server.url + COMPLETE, content=raw, timeout=PATIENCE)
     assert refused.status_code == 400 and "of more than 512 digits" in refused.text
+
+
+def test_words_of_json_are_no_fractions() -> None:
+    raw = b'{"a.e": ["1.5e3", true, false, null, {"b": -0.5}, 1E5]}'
+    assert json_size(raw, 100, 10).nodes == len(('"a.e"', '"1.5e3"', '"b"', "{", "[", "{", ".", "E"))
 
 
 def test_texts_and_token_ids_may_be_long(server: Server) -> None:

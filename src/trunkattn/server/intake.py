@@ -52,7 +52,7 @@ def _check_size(raw: bytes, most_values: int) -> None:
     size = json_size(raw, LIMITS.nodes, LIMITS.digits)
     if size.nodes > LIMITS.nodes:
         raise BadRequest(
-            f"the body has {size.nodes} or more texts, lists and mappings: expected at most {LIMITS.nodes}"
+            f"the body has {size.nodes} or more texts, lists, mappings and fractions: expected at most {LIMITS.nodes}"
         )
     if size.values > most_values:
         raise BadRequest(f"the body has {size.values} values: expected at most {most_values}")

@@ -15,7 +15,7 @@ class RequestLimits:
 
     Attributes:
         values: commas of a body, those of its texts among them, before it is read as JSON.
-        nodes: texts, names, lists and mappings of a body, and values of one whose values are no token ids.
+        nodes: texts, names, lists, mappings and fractions of a body, and values of one whose values are no token ids.
         digits: of a number in a row. Those of the largest float are 309.
         unknown: names of a body that do not exist.
         depth: levels of lists and mappings in a field of any JSON (OpenAI: 10 in a schema).
