@@ -1,13 +1,10 @@
-"""What one client sends neither stops nor reaches another: limits, hosts, tenants, forms, templates, connections."""
+"""What one client sends neither stops nor reaches another: limits, hosts, tenants, templates, connections."""
 
 import json
-import os
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
-from trunkattn.server import form_worker, limits, running, service
+from trunkattn.server import limits, running, service
 from trunkattn.server.json_size import json_size
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
@@ -194,21 +191,6 @@ def test_log_probabilities_of_prompts_count_too(server: Server, monkeypatch: pyt
     server.app.state.service._held_logprobs = 0
 
 
-def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def takes_long(*_: object) -> float:
-        return 0.05
-
-    monkeypatch.setattr(server.app.state.service._trial, "check", takes_long)
-    body = BASE | {"structured_outputs": {"choice": ["a", "b"]}, "temperature": 1}
-    assert server.post(COMPLETE, body | {"n": 3}).status_code == 200
-    refused = server.post(COMPLETE, body | {"n": 5})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
-    server.app.state.service._held_form_seconds = 0.19
-    assert server.post(COMPLETE, body).status_code == 429
-    assert server.post(COMPLETE, BASE).status_code == 200
-    server.app.state.service._held_form_seconds = 0.0
-
-
 def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.llm.tokenizer, "chat_template", "{{ tools | tojson }}")
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 1_000_000}}
@@ -226,106 +208,6 @@ def test_the_benchmark_of_hostile_clients_weighs_the_largest_tools(
     path, body = serve_hostile.hostile()["the most values"]
     answer = httpx.post(start_server(path=tmp_path).url + path, content=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])
-def test_a_form_that_takes_too_long_is_refused_once_and_for_all(
-    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]
-) -> None:
-    server = start_server()
-    body = BASE | {"structured_outputs": form}
-    refused = server.post(COMPLETE, body)
-    while refused.status_code == 503:  # other work has the processors
-        refused = server.post(COMPLETE, body)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
-    monkeypatch.setattr("trunkattn.server.form_trial.FormTrial._attempt", None)  # nothing is tried again
-    assert server.post(COMPLETE, body).json() == refused.json()
-    assert server.post(COMPLETE, BASE).status_code == 200
-
-
-def test_a_process_that_dies_of_a_form_is_replaced(start_server: Callable[..., Server]) -> None:
-    server = start_server()
-    body = BASE | {"structured_outputs": {"regex": "[a-z]{1,9}"}}
-    assert server.post(COMPLETE, body).status_code == 200
-    trial = server.app.state.service._trial
-    workers = list(trial._processes)
-    for worker in workers:
-        worker.kill()
-    wait_for(lambda: all(worker.returncode is not None for worker in workers))
-    other = BASE | {"structured_outputs": {"regex": "[0-9]{1,9}"}}
-    assert workers and [server.post(COMPLETE, other | {"seed": i}).status_code for i in range(3)] == [200] * 3
-
-
-FORM = BASE | {"structured_outputs": {"regex": "[0-9]{1,9}"}}
-READY = "import os, sys, time\nsys.stdin.readline()\nprint('ready', flush=True)\nsys.stdin.readline()\n"
-
-
-@pytest.fixture
-def form_server(start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A server, and what replaces the program that tries forms; each of its processes adds a line to a file."""
-    server, program, starts = start_server(), tmp_path / "worker.py", tmp_path / "starts"
-    starts.touch()
-
-    def replace(text: str) -> Callable[[], int]:
-        program.write_text(f"open({str(starts)!r}, 'a').write('started\\n')\n{text}")
-        monkeypatch.setattr("trunkattn.server.form_trial._WORKER", program)
-        return lambda: starts.read_text().count("started")
-
-    return server, replace
-
-
-def test_a_form_whose_process_somebody_ends_is_tried_again(server: Server) -> None:
-    trial = server.app.state.service._trial
-    for letter in "abc":  # so that each process has started
-        form = {"structured_outputs": {"regex": f"{letter}{{1,9}}"}}
-        assert server.post(COMPLETE, BASE | form).status_code == 200
-    stopped = [worker.pid for worker in trial._processes]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor() as threads:
-        answer = threads.submit(server.post, COMPLETE, FORM)
-        wait_for(lambda: trial._idle.qsize() < 2)
-        for pid in stopped:
-            os.kill(pid, signal.SIGKILL)
-        assert answer.result().status_code == 200
-
-
-def test_a_form_whose_processes_are_always_ended_is_refused(form_server: Any) -> None:
-    server, replace = form_server
-    num_started = replace(READY + "os.kill(os.getpid(), 9)")
-    refused = server.post(COMPLETE, FORM)
-    assert refused.status_code == 400 and "ended both processes" in refused.json()["error"]["message"]
-    assert server.post(COMPLETE, FORM).json() == refused.json() and num_started() == 2
-
-
-@pytest.mark.parametrize("program", [READY + "time.sleep(600)", "import os\nos.kill(os.getpid(), 9)"])
-def test_a_form_that_nobody_had_time_to_try_is_not_refused(
-    form_server: Any, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
-    server, replace = form_server
-    trial = server.app.state.service._trial
-    with monkeypatch.context() as patches:
-        patches.setattr(trial, "_limits", limits.RequestLimits(form_seconds=0.1))
-        replace(program)
-        late = server.post(COMPLETE, FORM)
-        assert late.status_code == 503 and late.headers["Retry-After"] and not trial._processes
-    replace(Path(form_worker.__file__).read_text())
-    assert server.post(COMPLETE, FORM).status_code == 200
-
-
-def test_clients_that_go_away_leave_no_process_of_forms(form_server: Any) -> None:
-    server, replace = form_server
-    num_started = replace("import time\ntime.sleep(600)")
-    with suppress(httpx.TimeoutException):
-        httpx.post(server.url + COMPLETE, json=FORM, timeout=5)
-    wait_for(lambda: num_started() == 1 and not server.app.state.service._trial._processes)
-
-
-def test_forms_are_tried_under_lower_limits_of_the_system(form_server: Any) -> None:
-    server, replace = form_server
-    lower = "from resource import *\nsetrlimit(RLIMIT_CPU, (900, 900))\nsetrlimit(RLIMIT_AS, (3 << 30, 3 << 30))\n"
-    replace(lower + Path(form_worker.__file__).read_text())
-    assert server.post(COMPLETE, FORM).status_code == 200
 
 
 def test_a_template_has_a_limit_of_time() -> None:
