@@ -76,7 +76,7 @@ def test_a_wrong_observation_leaves_out_none_beside_it(tmp_path: Path) -> None:
     path.write_text(json.dumps(page))
     log = read_log(path)
     assert len(log.requests) == 2
-    assert log.skipped[0].reason.startswith("observation 2: start_time=a text")
+    assert log.skipped[0].reason.startswith("observation 2: startTime=a text")
 
 
 def test_calls_that_failed_are_no_requests(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from trunkattn.analysis.formats.base import Line
+from trunkattn.analysis.formats.base import Line, decoded
 from trunkattn.analysis.parquet import rows_of
 from trunkattn.analysis.records import SkippedLine
 
@@ -21,6 +22,9 @@ _GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xe
 _COLUMNS: Final = frozenset(
     {b"Timestamp", b"timestamp", b"prompt", b"messages", b"hash_ids", b"startTime", b"start_time"}
 )
+_TEXTS: Final = frozenset({"prompt", "text", "answer", "completion", "generated_text"})  # columns of a table
+_TEXTS_OR_BODIES: Final = _TEXTS | {"input", "output", "response"}
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]{0,399})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?")
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _READ_BYTES: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
@@ -316,36 +320,34 @@ def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
         try:
             for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")):
                 number += 1
-                yield Line(number, {str(name): _number(value) for name, value in _without_json(row).items()})
+                yield Line(number, {str(name): _cell(str(name), value) for name, value in row.items()})
         except (UnicodeDecodeError, csv.Error) as error:
             wrong = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"CSV ({error})"
             yield SkippedLine(number + 1, f"it is not {wrong}; expected a row, and {_END}")
 
 
-def _number(value: Any) -> Any:
-    """A cell of a table in CSV: a whole number, another number, or what it was."""
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except (TypeError, ValueError):
-            continue
-    return value
+def _cell(name: str, value: Any) -> Any:
+    """A cell of a table in CSV: a number where the column may hold one, nothing where the cell is empty, or JSON. What
+    no number is written as, such as the id 007, stays a text."""
+    if value == "":
+        return None
+    if isinstance(value, str) and name not in _TEXTS_OR_BODIES and _NUMBER.fullmatch(value.strip()):
+        return float(value) if set(value) & set(".eE") else int(value)
+    return _without_json(name, value)
 
 
 def _rows(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Rows of a table in Parquet."""
     for number, row in enumerate(rows_of(file), start=1):
-        yield Line(number, _without_json(row))
+        yield Line(number, {name: _without_json(name, value) for name, value in row.items()})
     read(file.stat().st_size)
 
 
-def _without_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose texts that are JSON objects or lists are these: tables hold messages as text."""
-    found = dict(row)
-    for name, value in row.items():
-        if isinstance(value, str) and value[:1] in "[{" and value[-1:] in "]}":
-            try:
-                found[name] = json.loads(value)
-            except ValueError:
-                continue
-    return found
+def _without_json(name: str, value: Any) -> Any:
+    """A cell. Tables hold messages and the like as JSON, which is parsed, but a prompt or an answer in JSON is a text:
+    only messages and token ids may stand in its place."""
+    if not isinstance(value, str) or value[-1:] not in ("]", "}"):
+        return value
+    inner = decoded(value)
+    stands_for_text = isinstance(inner, list) and all(isinstance(item, Mapping | int) for item in inner)
+    return inner if name not in _TEXTS or stands_for_text else value

@@ -1,6 +1,7 @@
 """What every format of a log has: entries, how a line becomes one, and how fields are read and refused."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ MOST_TOKENS: Final = 100_000_000  # tokens of a prompt or an answer: no model ta
 MILLISECONDS: Final = ("milliseconds", 1e3)  # the arguments `unit` and `per_second` of `seconds`
 MOST_ID: Final = (1 << 63) - 1
 _NO_WORDS: Final = re.compile(r"[0-9TZ:./+ -]{0,40}")  # numbers and dates, which may be quoted: they are no prompt
+# ISO 8601 with and without signs between digits. Python 3.10 reads few of its forms, such as no zone +0000.
+_MOMENT: Final = re.compile(
+    r"(?P<year>\d{4})-?(?P<month>\d\d)-?(?P<day>\d\d)"
+    r"(?:[T ](?P<hour>\d\d):?(?P<minute>\d\d)(?::?(?P<second>\d\d)(?:[.,](?P<fraction>\d+))?)?"
+    r"\s*(?:Z|UTC|GMT|(?P<hours>[+-]\d\d)(?::?(?P<minutes>\d\d))?)?)?",
+    re.ASCII | re.IGNORECASE,
+)
 _LATEST: Final = 1e11  # a larger number of seconds, as a duration or since 1970, must have another unit
 
 
@@ -144,16 +152,21 @@ def each(parse_line: Callable[[Line], Iterable[Entry | SkippedLine]]) -> Parse:
     return parse
 
 
-def first(fields: Fields, *names: str) -> Any:
-    """The value of the first of these fields that is present and not null; None if all are absent. A dot leads into an
-    inner object."""
+def first_named(fields: Fields, *names: str) -> tuple[str, Any]:
+    """The name and the value of the first of these fields that is present and not null; the first name and None if all
+    are absent. A dot leads into an inner object."""
     for name in names:
         value: Any = fields
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
-            return value
-    return None
+            return name, value
+    return names[0], None
+
+
+def first(fields: Fields, *names: str) -> Any:
+    """The value that `first_named` finds."""
+    return first_named(fields, *names)[1]
 
 
 def require(fields: Fields, *names: str) -> None:
@@ -184,14 +197,15 @@ def seconds(name: str, value: Any, unit: str = "seconds", per_second: float = 1.
 
 def optional_integer(fields: Fields, *names: str, least: int = 0) -> int | None:
     """The first present field as a whole number; None if all are absent."""
-    value = first(fields, *names)
-    return None if value is None else integer(names[0], value, least)
+    name, value = first_named(fields, *names)
+    return None if value is None else integer(name, value, least)
 
 
 def optional_text(fields: Fields, *names: str) -> str | None:
-    """The first present field as a text, also if it is a number; None if all are absent or it is empty."""
+    """The first present field as a text, also if it is a finite number; None if all are absent or it is empty."""
     value = first(fields, *names)
-    return str(value) if isinstance(value, str | int) and str(value) else None
+    is_id = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return str(value) if is_id and str(value) else None
 
 
 def hash_ids(name: str, value: Any) -> NDArray[np.int64]:
@@ -247,15 +261,17 @@ def epoch_seconds(name: str, value: Any) -> float | None:
 
 
 def _from_text(name: str, value: str) -> float:
-    plain = re.sub(r"\s*(?:Z|UTC|GMT)$", "", value.strip(), flags=re.IGNORECASE)
-    head, dot, fraction = plain.partition(".")
-    digits = fraction[: len(fraction) - len(fraction.lstrip("0123456789"))]
+    written = _MOMENT.fullmatch(value.strip())
     try:
-        moment = datetime.fromisoformat(head + (fraction[len(digits) :] if dot else ""))
+        if written is None:
+            raise ValueError
+        date = "-".join(written.group("year", "month", "day"))
+        clock = ":".join(part or "00" for part in written.group("hour", "minute", "second"))
+        zone = f"{written['hours'] or '+00'}:{written['minutes'] or '00'}"
+        whole = datetime.fromisoformat(f"{date} {clock}{zone}")
+        return whole.timestamp() + float(f"0.{written['fraction'] or 0}")
     except ValueError:
         raise ValueError(f"{name}={brief(value)}: expected a time, as seconds or as YYYY-MM-DD HH:MM:SS") from None
-    moment = moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    return moment.timestamp() + float(f"0.{digits or 0}")
 
 
 def answer_text(message: Any) -> str | None:

@@ -118,9 +118,9 @@ def num_answers_of(*bodies: Any) -> int:
     element."""
     for body in bodies:
         body = body[0] if isinstance(body, list) and body else body
-        value = first(body, "n", "best_of") if isinstance(body, Mapping) else None
-        if value is not None:
-            return integer("n", value, 1)
+        number = optional_integer(body, "n", "best_of", least=1) if isinstance(body, Mapping) else None
+        if number is not None:
+            return number
     return 1
 
 

@@ -11,6 +11,7 @@ from trunkattn.analysis.formats.base import (
     Line,
     check_blocks,
     first,
+    first_named,
     hash_ids,
     integer,
     optional_integer,
@@ -44,12 +45,13 @@ def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
     ids = first(request, "replay.input_sequence_hashes")
     if ids is None:
         raise ValueError("request.replay.input_sequence_hashes missing: expected the hashes of the prompt's blocks")
-    block_size = integer("trace_block_size", first(request, "replay.trace_block_size"), 1)
-    num_tokens = integer("input_length", first(request, "replay.input_length", "input_tokens"), 1)
+    block_size = integer(*first_named(request, "replay.trace_block_size"), 1)
+    length_name, length = first_named(request, "replay.input_length", "input_tokens")
+    num_tokens = integer(length_name, length, 1)
     prompt = Hashes(hash_ids("input_sequence_hashes", ids), block_size, num_tokens)
     entry = Entry(
         line.number,
-        check_blocks(prompt, ("input_sequence_hashes", "input_length")),
+        check_blocks(prompt, ("input_sequence_hashes", length_name)),
         _arrival(fields, request),
         num_tokens,
         optional_integer(request, "output_tokens"),

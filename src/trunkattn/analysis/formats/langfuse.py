@@ -15,6 +15,7 @@ from trunkattn.analysis.formats.base import (
     decoded,
     epoch_seconds,
     first,
+    first_named,
     optional_integer,
     optional_text,
 )
@@ -65,13 +66,13 @@ def _entry(number: int, fields: Fields) -> Entry:
     num_inputs = _count(usage, "input", "promptTokens", "prompt_tokens") or None
     num_outputs = _count(usage, "output", "completionTokens", "completion_tokens")
     num_answers = num_answers_of(parameters)
-    start = first(fields, *STARTS)
+    start_name, start = first_named(fields, *STARTS)
     if start is None:
         raise ValueError("start_time missing: expected it as YYYY-MM-DD HH:MM:SS")
     return Entry(
         number,
         _prompt(decoded(fields.get("input")), parameters, num_inputs),
-        epoch_seconds("start_time", start),
+        epoch_seconds(start_name, start),
         num_inputs,
         None if num_outputs is None else -(-num_outputs // num_answers),
         answer=answer_text(decoded(fields.get("output"))),

@@ -16,6 +16,7 @@ from trunkattn.analysis.formats.base import (
     decoded,
     epoch_seconds,
     first,
+    first_named,
     integer,
     optional_text,
 )
@@ -139,14 +140,13 @@ def _is_call(attributes: Fields) -> bool:
 
 def _entry(number: int, span: Fields, attributes: Fields) -> Entry:
     num_inputs = _count(attributes, INPUT_TOKENS, 1)
-    start = first(span, *STARTS)
     answer = decoded(next((attributes[name] for name in (*ANSWERS, *OUTPUT_MESSAGES) if name in attributes), None))
     num_answers = _count(attributes, CHOICES, 1) or 1
     num_outputs = _count(attributes, OUTPUT_TOKENS, 0)
     return Entry(
         number,
         _prompt(attributes, num_inputs),
-        None if start is None else epoch_seconds("start_time", start),
+        epoch_seconds(*first_named(span, *STARTS)),
         num_inputs,
         None if num_outputs is None else -(-num_outputs // num_answers),
         answer=answer_text(answer),
