@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,8 @@ def test_replays_after_the_first_take_the_first_requests() -> None:
         ({"model": "lama"}, "model='lama': expected one of"),
         ({"concurrencies": (0,)}, "concurrencies=0: expected an integer of at least 1"),
         ({"concurrencies": (10_000,)}, "concurrencies=10000: expected at most max_num_batched_tokens=8192"),
-        ({"rates": (0.0,)}, "rates=0.0: expected requests per second above 0"),
+        ({"rates": (0.0,)}, "rates=0.0: expected a finite number of requests per second above 0"),
+        ({"rates": (math.inf,)}, "rates=inf: expected a finite number of requests per second above 0"),
         ({"route": "nearest"}, "route='nearest': expected one of random, round-robin, prefix, sharers"),
         ({"scheduler_policy": "first"}, "scheduler_policy='first'"),
         ({"num_pages": 1}, "none of its 6 requests fits in 1 page of 16 tokens with all of its answers in"),

@@ -1,8 +1,10 @@
 """Texts that are kept outside the memory: what comes back, what it takes, and a disk that is full."""
 
+import gc
 import os
 import tempfile
 import tracemalloc
+import warnings
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -51,6 +53,16 @@ def test_no_file_has_a_name_and_processes_read_the_same_one(tmp_path: Path, monk
 
 def _read_again_and_again(texts: Texts) -> None:
     assert all(list(texts) == ["one", "two"] for _ in range(500))
+
+
+def test_no_file_is_left_to_python_to_close() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        texts = Texts(["one"])
+        assert texts[0] == "one"
+        del texts
+        gc.collect()
+    assert [str(warning.message) for warning in told if warning.category is ResourceWarning] == []
 
 
 def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_field_of_a_log_is_not_called_by_the_option_of_its_name(tmp_path: Path
         (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: 'int4': expected one of"),
         (["--concurrency", "0"], "--concurrency: 0: expected an integer of at least 1"),
         (["--concurrency", "two"], "--concurrency': 'two': expected an integer"),
-        (["--rate", "-1"], "--rate: -1.0: expected requests per second above 0"),
+        (["--rate", "-1"], "--rate: -1.0: expected a finite number of requests per second above 0"),
         (["--page-size", "0"], "--page-size: 0: expected"),
         (["--num-pages", "0"], "--num-pages: 0: expected"),
         (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens: 8: expected at least --max-num-seqs"),

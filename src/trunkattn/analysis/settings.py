@@ -37,8 +37,7 @@ class Settings:
         enable_prefix_caching: requests reuse pages of others.
         output_tokens: answer length of requests for which the log names none.
         max_requests: all replays after the first, and those of spoilers, use only this many leading requests of the
-            log;
-            None: all.
+            log; None: all.
         replicas: engines of a fleet; 1: no fleet is replayed.
         route: one of `ROUTES`; None: the fleet is replayed with each of them.
         find_spoilers: whether to look for what spoils sharing.
@@ -87,7 +86,7 @@ class Settings:
         if self.num_pages is not None and self.kv_cache_bytes is not None:
             raise ValueError(f"num_pages={self.num_pages}: expected it without kv_cache_bytes, which says it too")
         for rate in self.rates:
-            expected = "requests per second above 0"
+            expected = "a finite number of requests per second above 0"
             if check_real("rates", rate, expected) <= 0:
                 raise ValueError(f"rates={rate!r}: expected {expected}")
         check_scheduler_policy("scheduler_policy", self.scheduler_policy)

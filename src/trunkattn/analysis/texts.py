@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import weakref
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,11 @@ class _File:
 
     @cached_property
     def _file(self) -> IO[bytes]:
-        """The file, in the folder of temporary files."""
-        return tempfile.TemporaryFile(buffering=0)
+        """The file, in the folder of temporary files. It is closed when this object goes: Python warns of files that
+        are left to it."""
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        return file
 
     def append(self, data: bytes) -> int:
         """Adds bytes and returns their place.

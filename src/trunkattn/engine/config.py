@@ -233,7 +233,7 @@ class EngineConfig:
             )
 
     def _check_step_seconds(self, seconds: object) -> None:
-        expected = "a number above 0"
+        expected = "a finite number of seconds above 0"
         if check_real("max_step_seconds", seconds, expected) <= 0:
             raise ValueError(f"max_step_seconds={seconds!r}: expected {expected}")
         if self.scheduler_policy != "chunked_prefill":
