@@ -59,8 +59,10 @@ def count(number: float) -> str:
 
 
 def plural(number: int, word: str) -> str:
-    """A count of things: "1 request", "2 requests"."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+    """A count of things: "1 request", "2 requests", "2 entries"."""
+    if number != 1:
+        word = "entries" if word == "entry" else f"{word}s"
+    return f"{number:,} {word}"
 
 
 def size(number: float) -> str:

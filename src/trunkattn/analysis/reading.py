@@ -154,12 +154,8 @@ class _Tally:
     def stop_at_fault(self) -> None:
         """Raises ValueError that names the first line with a fault and how many stand before it, if there is one."""
         if self.fault is not None:
-            right = f"strict ends the reading here, after {self.units(self.fault.line - 1)} without a fault"
+            right = f"strict ends the reading here, after {plural(self.fault.line - 1, self.unit)} without a fault"
             raise ValueError(f"{self.source}, {self.unit} {self.fault.line}: {self.fault.reason}; {right}")
-
-    def units(self, number: int) -> str:
-        """A count with the log's unit, such as "3 lines" or "1 entry"."""
-        return f"{number:,} entries" if self.unit == "entry" and number != 1 else plural(number, self.unit)
 
     def lines(self, lines: Iterable[Line | SkippedLine]) -> Iterator[Line]:
         """The lines that hold an object."""
@@ -193,7 +189,7 @@ class _Tally:
         """Why there is no log, in a sentence."""
         if not self.num_lines:
             return f"{self.source}: it is empty; expected a log with a request on each line"
-        units = self.units(self.num_lines)
+        units = plural(self.num_lines, self.unit)
         if not self.skipped:
             return f"{self.source}: none of its {units} holds a request"
         worst = self.skipped[0]

@@ -76,14 +76,9 @@ def all_assumptions(analysis: Analysis) -> list[str]:
 
 def taken(log: Log) -> str:
     """How much of the log was taken, in words."""
-    words = f"{figures.plural(len(log.requests), 'request')} of {units(log, log.num_lines)}"
+    words = f"{figures.plural(len(log.requests), 'request')} of {figures.plural(log.num_lines, log.unit)}"
     words += f", {log.num_skipped:,} skipped" if log.num_skipped else ""  # of a line with several requests, some
     return words + (f", {log.num_out_of_order:,} out of order" if log.num_out_of_order else "")
-
-
-def units(log: Log, number: int) -> str:
-    """A number of what the log's lines are, such as "2 entries"."""
-    return f"{number:,} entries" if log.unit == "entry" and number != 1 else figures.plural(number, log.unit)
 
 
 def print_analysis(analysis: Analysis, console: Console, *, show_text: bool = False) -> None:
