@@ -59,7 +59,7 @@ VLLM_NEWEST := $(lastword $(VLLM_VERSIONS))
 # that the plug-in fits what 0.33 asks of it, and nothing of 0.33's own kernels.
 VLLM_OVERLAID := 0.33.0
 VLLM_BETWEEN := $(filter-out $(VLLM_OLDEST) $(VLLM_NEWEST),$(VLLM_VERSIONS))
-VLLM_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/vllm VLLM_ENABLE_V1_MULTIPROCESSING=0 \
+VLLM_PYTEST = NUMBA_CACHE_DIR="$(NUMBA_CACHE_DIR)/vllm" VLLM_ENABLE_V1_MULTIPROCESSING=0 \
 	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm-$(1)/bin/python -m pytest -q -n $(PLUGIN_WORKERS) --dist worksteal
 test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-in in real vLLM on this CPU, newest and oldest
@@ -73,7 +73,7 @@ test-vllm-brief: .venv-vllm-$(VLLM_NEWEST)/.stamp
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
 
 .PHONY: test-vllm-$(VLLM_OVERLAID)
-test-vllm-$(VLLM_OVERLAID): ITS_PYTHON := PYTHONPATH=$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID) VLLM_TARGET_DEVICE=cpu
+test-vllm-$(VLLM_OVERLAID): ITS_PYTHON := PYTHONPATH="$(CURDIR)/.venv-vllm-$(VLLM_OVERLAID)" VLLM_TARGET_DEVICE=cpu
 test-vllm-$(VLLM_OVERLAID): .venv-vllm-$(VLLM_OVERLAID)/.stamp-overlay
 	$(ITS_PYTHON) .venv-vllm-$(VLLM_NEWEST)/bin/python -c 'import vllm; assert vllm.__version__ == "$(@:test-vllm-%=%)"'
 	$(ITS_PYTHON) $(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/integrations
@@ -96,8 +96,8 @@ $(VLLM_VERSIONS:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.stamp
 # SGLang has no package for CPUs, but its Python runs on one over stand-ins for two packages of GPU builds.
 SGLANG := 0.5.23
 SGLANG_BIN := .venv-sglang-$(SGLANG)/bin
-SGLANG_PYTEST = NUMBA_CACHE_DIR=$(NUMBA_CACHE_DIR)/sglang SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
-	PYTHONPATH=$(CURDIR)/tests/integrations/sglang/stand_ins \
+SGLANG_PYTEST = NUMBA_CACHE_DIR="$(NUMBA_CACHE_DIR)/sglang" SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+	PYTHONPATH="$(CURDIR)/tests/integrations/sglang/stand_ins" \
 	$(SGLANG_BIN)/python -m pytest -q -n $(PLUGIN_WORKERS) --dist load tests/integrations/sglang
 test-sglang: .venv-sglang-$(SGLANG)/.stamp  ## Test the plug-in in real SGLang on this CPU
 	$(SGLANG_PYTEST)

@@ -1,14 +1,17 @@
-"""What `make test` says of the tests that it skips."""
+"""What `make` runs, and what it says of the tests that it skips."""
 
+import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def commands(target: str) -> str:
+def commands(target: str, folder: Path = ROOT) -> str:
     """The commands of a target, as make would run them."""
-    done = subprocess.run(["make", "-n", "-W", "pyproject.toml", target], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", "-W", "pyproject.toml", target], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -25,3 +28,18 @@ def test_the_command_that_brings_what_is_missing_is_named() -> None:
     for command in ("playwright install chromium", "make test-gpu", "make test-vllm", "make test-models"):
         assert command in words
     assert 'echo "$$SKIPPED"' in commands("test") or 'echo "$SKIPPED"' in commands("test")
+
+
+def test_a_folder_s_name_may_have_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "my clone"
+    needed = ("Makefile", "pyproject.toml", "constraints.txt", "tests/clients/requirements.txt")
+    plugins = [
+        f"tests/integrations/{name}" for name in ("vllm/requirements.txt", "vllm/overlay.py", "sglang/requirements.txt")
+    ]
+    for name in (*needed, *plugins):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    targets = re.findall(r"^(test[a-z-]*|demo|fuzz|docs|pictures|lint):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in [*targets, "test-vllm-0.33.0"]:
+        for line in commands(target, folder).replace("\\\n", " ").splitlines():
+            assert "clone" not in [part.partition("/")[0] for part in shlex.split(line)], line
