@@ -137,9 +137,9 @@ class AttentionConfig:
                 f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"dtype={self.dtype}: expected one of {', '.join(map(str, COMPUTE_DTYPES))}")
+            raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(map(str, COMPUTE_DTYPES))}")
         if self.kv_dtype is not None and self.kv_dtype not in tuple(KV_KINDS):
-            raise ValueError(f"kv_dtype={self.kv_dtype}: expected None or one of {', '.join(map(str, KV_KINDS))}")
+            raise ValueError(f"kv_dtype={self.kv_dtype!r}: expected None or one of {', '.join(map(str, KV_KINDS))}")
         for name in ("sm_scale", "logits_soft_cap"):
             value = getattr(self, name)
             check_positive(name, value)
