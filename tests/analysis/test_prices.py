@@ -125,16 +125,19 @@ def test_quantized_weights_are_smaller(quantization: dict[str, Any], share: floa
     assert small.bytes_read(1) == share * model_shape("llama-3-8b").bytes_read(1)
 
 
-def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
+def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
     for path in (tmp_path, tmp_path / "config.json"):
         shape = model_shape(str(path))
         assert (shape.name, shape.total_bytes()) == (tmp_path.name, model_shape("llama-3-8b").total_bytes())
     (tmp_path / "mine.json").write_text(json.dumps(LLAMA))
     assert model_shape(str(tmp_path / "mine.json")).name == "mine"
-    (tmp_path / "config.json").write_text("[")
-    with pytest.raises(ValueError, match="is not JSON"):
-        model_shape(str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_shape("~/mine.json").name == "mine"
+    for wrong in ("[", "[" * 100_000):
+        (tmp_path / "config.json").write_text(wrong)
+        with pytest.raises(ValueError, match="is not JSON"):
+            model_shape(str(tmp_path))
     with pytest.raises(ValueError, match=r"model='lama': expected one of llama-3-8b, .*, or a config.json"):
         model_shape("lama")
 

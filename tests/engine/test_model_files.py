@@ -42,6 +42,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "config.json": lambda folder: (folder / "config.json").unlink(),
     "it is not JSON": lambda folder: (folder / "config.json").write_text("{"),
     "it holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    r"not JSON \(maximum recursion": lambda folder: (folder / "config.json").write_text("[" * 99_999),
+    "a model_type that is no text": lambda folder: (folder / "config.json").write_text('{"model_type": ["llama"]}'),
     "no model_type": lambda folder: (folder / "config.json").write_text("{}"),
     "two.safetensors": lambda folder: (folder / "two.safetensors").unlink(),
     "model.safetensors": lambda folder: (folder / "model.safetensors.index.json").unlink(),

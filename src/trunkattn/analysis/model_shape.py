@@ -105,15 +105,16 @@ def model_shape(model: str) -> ModelShape:
     """
     if model in CONFIGS:
         return shape_of(model, CONFIGS[model])
-    path = Path(model)
+    path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(CONFIGS)
         raise ValueError(f"model={model!r}: expected one of {known}, or a config.json, or a folder that has one")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"model={model!r}: {path} is not JSON ({error}); expected a model's config.json") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"{path} is not JSON that can be read ({error})"
+        raise ValueError(f"model={model!r}: {reason}; expected a model's config.json") from error
     if not isinstance(config, dict):
         raise ValueError(f"model={model!r}: {path} holds no JSON object; expected a model's config.json")
     return shape_of((path.parent.name if path.name == "config.json" else path.stem) or model, config)

@@ -129,6 +129,8 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
     config = _read_json(folder / "config.json")
     if "model_type" not in config:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
+    if not isinstance(config["model_type"], str):
+        raise ValueError(f"model={str(folder)!r}: config.json has a model_type that is no text; expected a text")
     if (folder / GENERATION_CONFIG).is_file():
         _check_generation_config(folder / GENERATION_CONFIG)
     if not with_weights:
@@ -253,7 +255,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model={str(path)!r}: it is not JSON ({error}); expected {EXPECTED_MODEL}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model={str(path)!r}: it holds no JSON object; expected {EXPECTED_MODEL}")
