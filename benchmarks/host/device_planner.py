@@ -9,6 +9,7 @@ what `BatchAttention.plan(..., into=plan)` takes on the host, which does not wai
 CPU, without a capacity.
 """
 
+import sys
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -21,6 +22,7 @@ import triton
 import trunkattn
 from benchmarks.kernels.decode import microseconds
 from benchmarks.lib.internals import step_of
+from benchmarks.lib.options import no_options
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch
 from trunkattn.analysis.trees import parse_tree, tree_batch
@@ -81,6 +83,8 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("device_planner.py: torch finds no CUDA device: expected an NVIDIA GPU")
     rows, empty_us = [], round(microseconds(lambda _: _empty[(1,)](), 1), 1)
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), PAGE_SIZE, row_seed=0, page_seed=1)
@@ -93,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

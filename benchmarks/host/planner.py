@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.options import no_options
 from benchmarks.lib.report import time_ms, write_result
 from benchmarks.workloads.forests import random_forest
 from trunkattn.analysis.trees import parse_tree, tree_batch
@@ -152,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

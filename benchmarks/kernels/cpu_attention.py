@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.lib.options import no_options
 from benchmarks.lib.report import time_ms, write_result
 from trunkattn import AttentionConfig, BatchAttention, merge_states
 from trunkattn.reference import paged_attention
@@ -148,5 +149,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     with torch.inference_mode():
         main()

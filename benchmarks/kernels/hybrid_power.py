@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.hybrid import FLUSH_BYTES, Ours, make_case
+from benchmarks.lib.options import no_options
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_hybrid import HYBRID_PEERS, HybridRun
 from benchmarks.workloads.hybrid_batches import TABLE
@@ -117,4 +118,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.options import no_options
 from benchmarks.lib.report import short_name, time_ms, write_result
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
@@ -80,4 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

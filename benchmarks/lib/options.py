@@ -34,3 +34,8 @@ def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def no_options(description: str | None) -> None:
+    """Answers `--help`, and refuses any other argument, for a script that measures and writes without a question."""
+    argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()

@@ -11,6 +11,7 @@ from typing import Final
 
 from typer.testing import CliRunner
 
+from benchmarks.lib.options import no_options
 from benchmarks.page.common import ROOT
 from trunkattn.cli.app import app
 
@@ -45,4 +46,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

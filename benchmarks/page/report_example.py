@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from playwright.sync_api import sync_playwright
 
+from benchmarks.lib.options import no_options
 from benchmarks.page.common import ROOT
 from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.html import to_html
@@ -80,4 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -2,9 +2,12 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.lib.options import no_options
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
@@ -25,3 +28,21 @@ def test_a_script_says_its_own_command(path: Path) -> None:
     module = ".".join(path.relative_to(BENCHMARKS.parent).with_suffix("").parts).removesuffix(".__main__")
     said = re.findall(r"python -m (benchmarks[\w.]+)", ast.get_docstring(ast.parse(path.read_text())) or "")
     assert said and set(said) == {module}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(BENCHMARKS)))
+def test_a_script_reads_its_command_line(path: Path) -> None:
+    """One that did not would begin to measure, and to write results, where it is asked for help."""
+    called = {node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in called}
+    assert names & {"ArgumentParser", "no_options"}
+
+
+def test_a_script_without_options_answers_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for argument, code in (("--help", 0), ("--rounds", 2)):
+            patched.setattr(sys, "argv", ["planner.py", argument])
+            with pytest.raises(SystemExit) as ended:
+                no_options("What it measures.")
+            assert ended.value.code == code
+    assert "What it measures." in capsys.readouterr().out

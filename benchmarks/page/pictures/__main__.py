@@ -7,6 +7,7 @@ tests/docs/test_pictures.py fails while one differs from what is drawn.
 
 from collections.abc import Callable, Mapping
 
+from benchmarks.lib.options import no_options
 from benchmarks.page.common import ROOT
 from benchmarks.page.pictures.demo_forest import demo_forest
 from benchmarks.page.pictures.drawing import Drawing
@@ -28,4 +29,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()
