@@ -92,8 +92,8 @@ class AttentionConfig:
         logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
         sinks: whether `run` takes an extra logit per query head, which has no value.
         policy: how shared prefixes are packed. "per_query" (FlashAttention), "relay" (RelayAttention), "cascade",
-            "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto", the cheapest of them by
-            predicted cost.
+            "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto": by predicted cost, on a
+            CPU the cheapest of them, "fasttree" left out, and on a GPU the fastest row tiles.
         batch_invariant: whether a request's output has the same bits by itself and in any batch.
         latent_dim: of a latent cache (MLA, DeepSeek-V2 §2.1), each row of which is the key of all heads in its head_dim
             numbers and the value of all heads in its first latent_dim; None: keys and values are cached apart. With it
