@@ -104,6 +104,12 @@ def test_a_field_of_a_log_is_not_called_by_the_option_of_its_name(tmp_path: Path
     assert "LOG:chats.jsonl:nothingtaken;line1:output_tokens=atext" in refused(wrong, *SMALL)
 
 
+def test_an_empty_name_is_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "chats.jsonl", [chat(0)])
+    monkeypatch.chdir(tmp_path)
+    assert "'':expectedafile,afolder,or-forstandardinput" in refused("")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -28,6 +28,14 @@ def _integer(panel: str, text: str, *names: str) -> Any:
     return _parsed(integer, "INTEGER", panel, text, *names)
 
 
+def _log(text: str) -> Path:
+    """The value of LOG as a path. An empty text, which a variable without a value gives, would be the current folder,
+    all of whose files would be prompts."""
+    if not text:
+        raise typer.BadParameter("'': expected a file, a folder, or - for standard input")
+    return Path(text)
+
+
 def _text(panel: str, metavar: str, text: str, *names: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
 
@@ -67,6 +75,7 @@ class AnalyzeOptions:
     log: Annotated[
         Path,
         typer.Argument(
+            parser=_log,
             metavar="LOG",
             help="A file of requests (JSON lines, a JSON array, CSV or Parquet; also gzip or Zstandard), a folder, or "
             "- for standard input.",
