@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.derivatives import check_none
+from trunkattn.numerics import GPU_OFFSET_END
 from trunkattn.validate import check_apart, check_dense, check_disjoint, check_int, check_memory, check_plain, written
 
 Int32Array = NDArray[np.int32]
@@ -283,6 +284,9 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous last dimension")
+        if device.type == "cuda" and config.page_size * tensor.stride(1) > GPU_OFFSET_END:
+            expected = f"tokens of a page within {GPU_OFFSET_END} elements on a GPU; use {name}.contiguous()"
+            raise ValueError(f"{name} has strides {tensor.stride()}: expected {expected}")
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
         check_apart("out", out)

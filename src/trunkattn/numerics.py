@@ -5,6 +5,9 @@ from typing import Final
 
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
+GPU_OFFSET_END: Final = 2**31  # GPU kernels count elements from head to head, and within a block of tokens, in int32
+# What they count of all tokens in int32, such as the entries of a tree's tables, are at most seven for each.
+MAX_GPU_TOKENS: Final = GPU_OFFSET_END // 8
 # A GPU's tanh is 1 less an exponential, which rounds logits by 2^-23 of the soft cap: above this by more than 2^-13.
 MAX_GPU_SOFT_CAP: Final = 1024.0
 NEG_INF: Final = -1e30  # the maximum of no logit; finite, so that the difference of two of them is not NaN

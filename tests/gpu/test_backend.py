@@ -109,6 +109,17 @@ def test_q_and_out_of_any_strides() -> None:
     torch.testing.assert_close(out.double(), expected(TREE, q, kv)[0], rtol=0, atol=1e-5)
 
 
+def test_heads_farther_apart_than_32_bits_count() -> None:
+    """Memory that nothing is written to is only promised, and takes no room."""
+    config = replace(CONFIG, dtype=torch.float16)
+    executor = GpuBackend(config, torch.device("cpu"))
+    q, kv = torch.randn(9, 4, 32).half(), tuple(cache.half() for cache in caches(TREE, config))
+    far, out = (torch.empty(3 * 2**30 + 512, dtype=torch.float16).as_strided(q.shape, (32, 2**30, 1)) for _ in "qo")
+    run(executor, plan(executor, TREE), far.copy_(q), kv, out=out)
+    want = expected(TREE, q.float(), tuple(cache.float() for cache in kv))[0]
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
+
+
 def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
     """(slot after the query's first, positions of the segments) of each of a query's pieces, in order."""
     tiles, found = step.tiles.tile_list(), []

@@ -334,6 +334,17 @@ def test_a_soft_cap_that_a_gpu_would_round_logits_by_is_refused(monkeypatch: pyt
     assert flash_attention(Q, K, K, logits_soft_cap=2000).shape == Q.shape
 
 
+def test_more_tokens_than_a_gpu_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    tree = PrefixTree.from_segments([-1, 0], [2**28, 1])
+    message = r"q has 268435457 tokens: expected at most 268435456 on a GPU; attend to fewer sequences at a time, or"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for options in ({}, {"cu_seqlens_q": torch.zeros(2), "cu_seqlens_k": torch.zeros(2)}, {"tree": tree}):
+            q = torch.empty(*(() if options else (1,)), 2**28 + 1, 1, 8, device="cuda")
+            with pytest.raises(ValueError, match=message):
+                flash_attention(q, q, q, **options)
+
+
 def test_what_the_bad_inputs_change_is_good() -> None:
     assert flash_attention(Q, K, K).shape == Q.shape
     assert flash_attention(ROWS, KEYS, KEYS, **SUMS).shape == ROWS.shape

@@ -25,8 +25,9 @@ WIDE, TALL, SQUARE = FlashTile(16, 32, 4, 2), FlashTile(32, 16, 4, 2), FlashTile
 # No bfloat16: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
 
 
-def run(case: TrainingCase, tile: FlashTile, deterministic: bool) -> Results:
-    q, k, v, dout, dlse = case.inputs
+def run(case: TrainingCase, tile: FlashTile, deterministic: bool, inputs: Results | None = None) -> Results:
+    """inputs: those of the case, unless others are given."""
+    q, k, v, dout, dlse = inputs or case.inputs
     sequences = case.sequences
     out, lse = forward(q, k, v, sequences, tile)
     tiles = dict.fromkeys(("keys", "queries", "one_pass"), tile)
@@ -63,6 +64,20 @@ def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
 @pytest.mark.parametrize("number", range(len(TREES)))
 def test_trees(number: int) -> None:
     TREES[number].assert_accurate(run(TREES[number], (WIDE, TALL, SQUARE)[number % 3], bool(number % 2)))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_tokens_farther_apart_than_a_block_counts_in_32_bits(deterministic: bool) -> None:
+    """Memory that nothing is written to is only promised, and takes no room."""
+    case, tile = TrainingCase(((129, 129),), False, True, (1, 1), 16, dtype=torch.float16), FlashTile(256, 256, 4, 2)
+    q, k, v, dout, dlse = case.inputs
+    far = torch.empty(129 << 24, dtype=torch.float16).as_strided(q.shape, (1, 1 << 24, 1 << 24, 1))
+    expected = run(case, tile, deterministic)
+    for changed in range(3):
+        tensors = [q, k, v]
+        tensors[changed] = far.copy_(tensors[changed])
+        found = run(case, tile, deterministic, (*tensors, dout, dlse))
+        assert all(map(torch.equal, found, expected))
 
 
 @settings(max_examples=fraction(8))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from trunkattn import PrefixTree
 from trunkattn.gpu.bound import BoundLaunch
 from trunkattn.training.cudnn_trees import intervals
-from trunkattn.training.sequences import LARGEST_KEY_BLOCK
+from trunkattn.training.sequences import LARGEST_BLOCK
 from trunkattn.training.spec import hopper_forward_tile
 from trunkattn.training.tree_tables import intervals as intervals_on_gpu
 from trunkattn.training.tree_tables import tables_of_segments
@@ -37,9 +37,9 @@ def test_tables_reach_a_block_beyond_the_tokens() -> None:
     tree = PrefixTree.from_segments([-1, 0, 0], [60, 40, 41])
     head_dims = range(40, 257, 8)
     largest = max(hopper_forward_tile((keys, values)).block_n for keys in head_dims for values in head_dims)
-    assert largest <= LARGEST_KEY_BLOCK
+    assert largest <= LARGEST_BLOCK
     for tables in (tree.tables(CPU), tables_of_segments(tree._by_segment, tree.num_tokens)):
-        assert len(tables.subtree_end) == len(tables.depths) >= tree.num_tokens + LARGEST_KEY_BLOCK
+        assert len(tables.subtree_end) == len(tables.depths) >= tree.num_tokens + LARGEST_BLOCK
         assert len(tables.segment_of) == len(tree.subtree_end) == tree.num_tokens
         assert tables.subtree_end.is_contiguous() and tables.depths.is_contiguous()
 

@@ -22,6 +22,7 @@ from trunkattn.gpu.step import GpuStep, HostTiles
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
+from trunkattn.numerics import GPU_OFFSET_END
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.splitting import UNLIMITED
@@ -31,6 +32,11 @@ from trunkattn.planner.tiles.candidates import query_positions
 def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "GpuBackend":
     """The back end of a GPU."""
     return GpuBackend(config, device, capacity)
+
+
+def _is_readable(rows: torch.Tensor) -> bool:
+    """Whether kernels read [tokens, heads, head_dim] where they lie. Tokens may have any stride."""
+    return rows.stride(2) == 1 and rows.shape[1] * rows.stride(1) <= GPU_OFFSET_END
 
 
 class GpuBackend:
@@ -191,13 +197,12 @@ class GpuBackend:
         lse = workspace.partial_lse
         if inputs.return_lse:
             lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
-        # the kernels accept any strides, except that the last dimension must be contiguous
         q, q_rope = inputs.q, inputs.q_rope
         if q_rope is None and self.config.latent_dim is not None:
             q, q_rope = q[..., : self.config.latent_dim], q[..., self.config.latent_dim :]
-        q = q if q.stride(2) == 1 else q.contiguous()
-        q_rope = q_rope if q_rope is None or q_rope.stride(2) == 1 else q_rope.contiguous()
-        computed = out if out.stride(2) == 1 else out.contiguous()
+        q = q if _is_readable(q) else q.contiguous()
+        q_rope = q_rope if q_rope is None or _is_readable(q_rope) else q_rope.contiguous()
+        computed = out if _is_readable(out) else out.contiguous()
         tensors = Tensors(
             q=q,
             k_cache=inputs.k_cache,

@@ -26,8 +26,8 @@ from trunkattn.training.common import (
     contiguous_or_none,
     load_tile,
     padded_head_dim,
+    readable,
     with_batch,
-    with_last_contiguous,
     with_tables,
 )
 from trunkattn.training.sequences import Sequences
@@ -120,7 +120,7 @@ def backward(
         deterministic: two kernels compute gradients that are bit-equal over repeated runs. Otherwise one pass does.
         tiles: the tile of each pass. None takes those of the table.
     """
-    q, k, v = with_last_contiguous(*saved[:3])
+    q, k, v = readable(*saved[:3])
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
     dlse = contiguous_or_none(gradients[1])
     kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from trunkattn.numerics import MAX_GPU_SOFT_CAP
+from trunkattn.numerics import MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.validate import check_dense, check_int, check_plain, check_positive
@@ -111,6 +111,9 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         if tensor.dim() != (3 if packed else 4):
             expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
+        if tensor.is_cuda and not compiling and tensor.shape[-3] > MAX_GPU_TOKENS:
+            expected = f"at most {MAX_GPU_TOKENS} on a GPU; attend to fewer sequences at a time, or on a CPU"
+            raise ValueError(f"{name} has {tensor.shape[-3]} tokens: expected {expected}")
     heads, head_dim = q.shape[-2:]
     for name, width in (("q", head_dim), ("v", v.shape[-1])):
         if not 1 <= width <= (spec.MAX_HEAD_DIM if q.is_cuda else math.inf):

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch, Grid
 from trunkattn.gpu.portable.online_softmax import LOG2_E, soft_capped
-from trunkattn.numerics import padded_head_dim
-from trunkattn.training.sequences import Sequences, TreeTables
+from trunkattn.numerics import GPU_OFFSET_END, padded_head_dim
+from trunkattn.training.sequences import LARGEST_BLOCK, Sequences, TreeTables
 from trunkattn.training.spec import FlashTile
 
 
@@ -407,9 +407,15 @@ def attention_shape(group_size: int, head_dims: tuple[int, int], dtype: torch.dt
     return Shape(group_size, keys, values, "ieee" if dtype == torch.float32 else "tf32")
 
 
-def with_last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors, or copies of those whose last dimension is not contiguous."""
-    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+def readable(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors [..., tokens, heads, head_dim], or contiguous copies of those that kernels do not read: whose
+    last dimension is not contiguous, or whose tokens lie so far apart that a block of them reaches
+    `GPU_OFFSET_END`."""
+    return [tensor if _is_readable(*tensor.stride()[-3:]) else tensor.contiguous() for tensor in tensors]
+
+
+def _is_readable(of_token: int, _: int, of_dim: int) -> bool:
+    return of_dim == 1 and of_token * LARGEST_BLOCK < GPU_OFFSET_END
 
 
 def contiguous_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:

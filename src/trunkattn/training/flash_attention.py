@@ -47,8 +47,9 @@ def flash_attention(
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
             float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
         k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is a
-            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256. All three may
-            be nested tensors of layout torch.jagged, [batch, tokens of each, heads, head_dim]; then out is, too.
+            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256, and a
+            sequence, or all packed ones, have at most 2^28 tokens. All three may be nested tensors of layout
+            torch.jagged, [batch, tokens of each, heads, head_dim]; then out is, too.
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included; without `causal` also as many next ones. In

@@ -32,11 +32,11 @@ from trunkattn.training.common import (
     bind_pass,
     find_queries,
     load_tile,
+    readable,
     row_places,
     sees,
     store_tile,
     with_batch,
-    with_last_contiguous,
     with_tables,
 )
 from trunkattn.training.key_walk import walk_keys
@@ -141,7 +141,7 @@ def forward(
 
     tile: None for the table's.
     """
-    q, k, v = with_last_contiguous(q, k, v)
+    q, k, v = readable(q, k, v)
     key = "forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)

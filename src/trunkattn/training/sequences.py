@@ -13,13 +13,13 @@ from trunkattn.training.spec import UNEVEN
 OPTIONS: Final = ("sliding_window", "logits_soft_cap", "sinks")  # arguments of `flash_attention`
 
 
-LARGEST_KEY_BLOCK: Final = 256  # tokens
+LARGEST_BLOCK: Final = 256  # tokens of a kernel's block of queries or keys, at most
 
 
 def table_length(tokens: int) -> int:
     """The entries of a tree's table: one for each token, and a block more, so that kernels read whole blocks from any
     token on without a bound. Rounded up so that an int32 for each entry fills a multiple of 16 bytes."""
-    return -(-(tokens + LARGEST_KEY_BLOCK) // 4) * 4
+    return -(-(tokens + LARGEST_BLOCK) // 4) * 4
 
 
 class TreeTables(NamedTuple):

@@ -57,7 +57,7 @@ def write_kv_kernel(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-        d = tl.arange(0, PADDED_DIM)
+        d = tl.arange(0, PADDED_DIM).to(tl.int64)
         new_key = new.k + token * new_strides.k_token + head * new_strides.k_head + d * new_strides.k_dim
         key = tl.load(new_key, mask=d < HEAD_DIM)
         k_at = page * strides.k_page + offset * strides.k_token + head * strides.k_head + d

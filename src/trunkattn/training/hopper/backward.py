@@ -23,10 +23,10 @@ from trunkattn.training.common import (
     arguments,
     contiguous_or_none,
     find_sequence,
+    readable,
     sequence_range,
     store_tile,
     with_batch,
-    with_last_contiguous,
     with_tables,
 )
 from trunkattn.training.hopper.common import TensorMap, tensor_map
@@ -270,7 +270,7 @@ def backward(
     """Computes dq, dk, dv and dsinks in one pass, with the arguments and results of `training.backward.backward`.
     `deterministic` must be false, because sums of dq depend on the order in which CTAs run."""
     assert not deterministic
-    q, k, v = with_last_contiguous(*saved[:3])
+    q, k, v = readable(*saved[:3])
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
     dout, dlse = dout if reads(dout) else dout.clone(), contiguous_or_none(gradients[1])
     kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]

@@ -21,7 +21,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     *strides, last = tensor.stride()
     if 0 in shape:
         return False
-    if last != 1:  # `with_last_contiguous` copies such a tensor
+    if last != 1:  # `readable` copies such a tensor
         return shape[-1] * itemsize % TMA_BYTES == 0
     for stride, size in zip(strides, shape, strict=False):
         if size > 1 and (stride <= 0 or stride * itemsize % TMA_BYTES):

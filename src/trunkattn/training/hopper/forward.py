@@ -39,7 +39,7 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
-from trunkattn.training.common import Variant, with_batch, with_last_contiguous
+from trunkattn.training.common import Variant, readable, with_batch
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
@@ -331,7 +331,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes out and lse like the portable `forward`, for tensors that TMA can read, on the current stream and
     device."""
-    q, k, v = with_last_contiguous(q, k, v)
+    q, k, v = readable(q, k, v)
     key = "hopper forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
