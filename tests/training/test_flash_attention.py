@@ -345,6 +345,40 @@ def test_more_tokens_than_a_gpu_counts_are_refused(monkeypatch: pytest.MonkeyPat
                 flash_attention(q, q, q, **options)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window", "unseen_keys", "blind_rows"),
+    [
+        ((5, 20), True, 4, 12, 0),
+        ((5, 20), False, 4, 12, 0),
+        ((300, 700), True, 40, 361, 0),
+        ((20, 5), True, None, 0, 15),
+        ((20, 5), False, 4, 0, 12),
+        ((700, 300), False, 30, 0, 371),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_nobody_sees_may_be_nan(
+    packed: bool, lengths: tuple[int, int], causal: bool, window: int | None, unseen_keys: int, blind_rows: int
+) -> None:
+    """Keys before every window, and queries that see no key with their gradients of out."""
+    torch.manual_seed(0)
+    shapes = [(lengths[0], 2), (lengths[1], 1), (lengths[1], 1), (lengths[0], 2)]
+    clean = [torch.randn(*shape, 8) for shape in shapes]
+    dirty = [tensor.clone() for tensor in clean]
+    for tensor, count in zip(dirty, (blind_rows, unseen_keys, unseen_keys, blind_rows), strict=True):
+        tensor[:count] = math.nan
+    sums = {
+        name: torch.tensor([0, own]).int() for name, own in zip(("cu_seqlens_q", "cu_seqlens_k"), lengths, strict=True)
+    }
+    results = []
+    for *inputs, dout in (clean, dirty):
+        leaves = [(tensor if packed else tensor[None]).requires_grad_() for tensor in inputs]
+        found = flash_attention(*leaves, causal, sliding_window=window, return_lse=True, **(sums if packed else {}))
+        gradients = torch.autograd.grad(found[0], leaves, dout if packed else dout[None])
+        results.append((*found, *gradients))
+    assert all(map(torch.equal, *results))
+
+
 def test_what_the_bad_inputs_change_is_good() -> None:
     assert flash_attention(Q, K, K).shape == Q.shape
     assert flash_attention(ROWS, KEYS, KEYS, **SUMS).shape == ROWS.shape

@@ -67,6 +67,21 @@ def test_trees(number: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_sequence_of_nan_stays_by_itself(window: int | None, deterministic: bool) -> None:
+    case = TrainingCase(((21, 33), (17, 17), (5, 40)), True, True, (2, 1), 16, sliding_window=window)
+    own = slice(21, 38), slice(33, 50)  # queries and keys of the sequence between the others
+    sides = (0, 1, 1, 0, 0)
+    dirty = tuple(tensor.clone() for tensor in case.inputs)
+    for tensor, side in zip(dirty, sides, strict=True):
+        tensor[own[side]] = math.nan
+    expected, found = run(case, SQUARE, deterministic), run(case, SQUARE, deterministic, dirty)
+    for clean, other, side in zip(expected[:5], found, (0, 0, 0, 1, 1), strict=False):
+        clean[own[side]] = other[own[side]] = 0
+        assert torch.equal(clean, other)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_tokens_farther_apart_than_a_block_counts_in_32_bits(deterministic: bool) -> None:
     """Memory that nothing is written to is only promised, and takes no room."""
     case, tile = TrainingCase(((129, 129),), False, True, (1, 1), 16, dtype=torch.float16), FlashTile(256, 256, 4, 2)

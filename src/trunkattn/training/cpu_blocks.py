@@ -20,6 +20,14 @@ def sums_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _blocks(begin: int, end: int) -> Iterator[slice]:
+    """[begin, end) in blocks that end at multiples of their size."""
+    while begin < end:
+        stop = min(begin // _CPU_BLOCK * _CPU_BLOCK + _CPU_BLOCK, end)
+        yield slice(begin, stop)
+        begin = stop
+
+
 @dataclass(frozen=True)
 class CpuSequence:
     """One sequence, or one tree, with the KV head as the first axis. q [num_kv_heads, rows, head_dim]: a row is a query
@@ -50,11 +58,12 @@ class CpuSequence:
 
     def tiles(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """(rows, keys, logits) of every tile in which some row sees a key. Logits are -inf where a row does not see the
-        key."""
-        num_rows, tree = self.q.shape[1], self.given.tree
-        offset = self.k.shape[1] - num_rows // self.group
-        for first in range(0, num_rows, _CPU_BLOCK * self.group):
-            rows = slice(first, min(first + _CPU_BLOCK * self.group, num_rows))
+        key. Rows that see no key, and without a tree keys that no row of the tile sees, are in none, because they may
+        be NaN, and NaN times a weight of 0 is NaN."""
+        tokens, tree = self.q.shape[1] // self.group, self.given.tree
+        offset = self.k.shape[1] - tokens
+        for block in _blocks(self._first_query(offset), tokens):
+            rows = slice(block.start * self.group, block.stop * self.group)
             position = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=self.q.device) // self.group
             depth = position + offset if tree is None else tree.depths[position]
             for keys in self._key_blocks(position + offset, depth):
@@ -65,16 +74,21 @@ class CpuSequence:
                     logits.masked_fill_(hidden, -math.inf)
                 yield rows, keys, logits
 
+    def _first_query(self, offset: int) -> int:
+        """The first query that sees a key. offset: the place of the first one among the keys."""
+        if self.given.causal:
+            return max(0, -offset)
+        return 0 if self.given.sliding_window is None else max(0, 1 - offset - self.given.sliding_window)
+
     def _key_blocks(self, position: torch.Tensor, depth: torch.Tensor) -> Iterator[slice]:
         """The blocks of keys of which a block of rows may see a part."""
-        given, window, size = self.given, self.given.sliding_window, _CPU_BLOCK
+        given, window = self.given, self.given.sliding_window
         begin, end, first, last = 0, self.k.shape[1], int(position[0]), int(position[-1])
         if given.causal:
             end = min(end, max(0, last + 1))
         if window is not None and given.tree is None:
-            begin, end = max(0, first + 1 - window) // size * size, min(end, max(0, last + window))
-        for at in range(begin, end, size):
-            keys = slice(at, min(at + size, end))
+            begin, end = max(0, first + 1 - window), min(end, max(0, last + window))
+        for keys in _blocks(begin, end):
             if given.tree is not None:
                 unseen = int(given.tree.subtree_end[keys].max()) <= first
                 if unseen or (window is not None and int(depth.min() - given.tree.depths[keys].max()) >= window):

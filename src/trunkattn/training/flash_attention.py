@@ -47,9 +47,9 @@ def flash_attention(
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
             float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
         k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is a
-            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256, and a
-            sequence, or all packed ones, have at most 2^28 tokens. All three may be nested tensors of layout
-            torch.jagged, [batch, tokens of each, heads, head_dim]; then out is, too.
+            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256, and
+            tokens are at most 2^28. All may be nested tensors of layout torch.jagged, [batch, tokens of each, heads,
+            head_dim]; then out is, too.
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included; without `causal` also as many next ones. In
@@ -68,9 +68,10 @@ def flash_attention(
 
     Returns:
         out like q, as wide as v; with return_lse also lse [..., num_qo_heads], float32 (float64 for float64). A query
-        that sees no key has output 0, gradient 0, and lse -inf or its sink.
+        that sees no key has output 0, gradient 0, and lse -inf or its sink. NaN reaches nothing from padding or from
+        other sequences; from tokens of its sequence or tree that a query does not see it may, as in PyTorch.
 
-    Gradients of gradients and forward-mode differentiation raise. In our own kernels torch.func.grad raises, too.
+    Gradients of gradients and forward-mode differentiation raise, as does torch.func.grad in our own kernels.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -78,8 +79,7 @@ def flash_attention(
     masks = {"causal": causal, "sliding_window": sliding_window, "tree": tree}
     logits = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks}
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    options = Options(**masks, **logits, **packed, deterministic=deterministic, return_lse=return_lse)
-    return _attend(q, k, v, options)
+    return _attend(q, k, v, Options(**masks, **logits, **packed, deterministic=deterministic, return_lse=return_lse))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor | Pair:
