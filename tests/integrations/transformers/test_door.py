@@ -251,6 +251,12 @@ ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         {"input_ids": TOKENS[:1], "position_ids": PACKED},
     ),
     ("models of BigBirdPegasusConfig take no attention but their own", "BigBirdPegasus", BART, {}),
+    (
+        "models of GemmaConfig make a causal mask for layers that say that they are not causal",
+        "Gemma",
+        SMALL | {"use_bidirectional_attention": True},
+        {},
+    ),
     ("models of DeepseekV4Config have layers of heavily_compressed_attention", "DeepseekV4", V4, {}),
 )
 
@@ -262,6 +268,23 @@ def test_what_a_models_masks_say_and_attention_does_not_is_refused(
     _, model = both(name, config)
     with pytest.raises(ValueError, match=re.escape(message)):
         model(**({"input_ids": TOKENS, "use_cache": False} | batch))
+
+
+def test_layers_that_say_that_they_are_not_causal_beside_a_causal_mask_are_refused() -> None:
+    """Aimv2 makes a causal mask only if it is given one of padding, and sees all tokens without."""
+    register()
+    decoder = transformers.PegasusXConfig(**BART, encoder_layers=1, encoder_attention_heads=4)
+    tower = transformers.Aimv2TextConfig(**SMALL)
+    models = [
+        getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="trunkattn").eval()
+        for name, config in (("PegasusX", decoder), ("Aimv2Text", tower))
+    ]
+    message = "models of {}Config make a causal mask for layers that say that they are not causal"
+    with pytest.raises(ValueError, match=message.format("PegasusX")):
+        models[0](TOKENS, decoder_input_ids=TOKENS)
+    with pytest.raises(ValueError, match=message.format("Aimv2Text")):
+        models[1](TOKENS, attention_mask=ENDS)
+    assert models[1](TOKENS).last_hidden_state.shape == (2, 17, 32)
 
 
 BRANCHES = torch.tensor([[*range(9), *range(4, 12)]])

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from trunkattn.integrations.transformers.models import why_not
+from trunkattn.integrations.transformers.models import why_not, why_not_causal
 
 NAME: Final = "trunkattn"
 
@@ -31,13 +31,8 @@ def mask(
         ValueError: the mask is one that no packed sequence, window or padding makes, or for an attention of the model's
             own.
     """
-    config = options.get("config")
-    why = None if config is None else why_not(config)
-    if why is not None:
-        raise ValueError(
-            f"models of {type(config).__name__} {why}: attn_implementation={NAME!r} would give them masks that they do "
-            "not know; use 'eager'"
-        )
+    if options.get("config") is not None:
+        _check_model(options["config"], "allow_is_causal_skip" in options)  # which only causal masks are asked for with
     if options.get("use_vmap", False):
         raise ValueError(
             f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"
@@ -60,6 +55,17 @@ def mask(
     whole = "there is padding" if kept is not None else "" if q_length == kv_length else "keys are cached"
     sums = _boundaries(mask_function, (batch_size, kv_offset, kv_length), options.get("device", "cpu"), whole)
     return kept if sums is None else sums
+
+
+def _check_model(config: Any, causal: bool) -> None:
+    """Raises if models of a configuration take no masks of ours. causal: whether they ask for a causal one."""
+    why, then = why_not(config), "give them masks that they do not know"
+    if why is None and causal:
+        why, then = why_not_causal(config), "let tokens see later ones"
+    if why is not None:
+        raise ValueError(
+            f"models of {type(config).__name__} {why}: attn_implementation={NAME!r} would {then}; use 'eager'"
+        )
 
 
 def require(holds: torch.Tensor, message: str) -> None:

@@ -2,6 +2,7 @@
 its module, `configuration_X`, leads to the module of the model, `modeling_X`."""
 
 import inspect
+import re
 import sys
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 _ATTEND: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"})
 # Layers whose queries see a selection of the earlier tokens, or sums of them.
 _SELECT: Final = frozenset({"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
+# What source code sets `is_causal` to, as a variable, an attribute or an argument.
+_IS_CAUSAL: Final = re.compile(r"\bis_causal\b(?:\s*:[^=,)\n]*)?\s*=\s*([^,)#\s]+)")
+_NOT_CAUSAL: Final = frozenset({"False", "None", "is_causal", "self.is_causal"})
 _SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
@@ -21,11 +25,13 @@ class _Facts(NamedTuple):
 
     takes_attention: models take another attention and its masks. Older ones compute attention themselves and would add
     our mask to their logits. is_stateful: some layers keep a state. takes_positions: models take position ids.
+    is_causal: some attention may say that it is causal.
     """
 
     takes_attention: bool = True
     is_stateful: bool = False
     takes_positions: bool = True
+    is_causal: bool = True
 
 
 def why_not(config: Any) -> str | None:
@@ -43,6 +49,15 @@ def why_no_tree(config: Any) -> str | None:
     if others or (layers is None and facts.is_stateful):
         return f"has layers of {others[0] if others else 'a state'}, which take packed tokens as one sequence"
     return None if facts.takes_positions else "takes no position_ids, so it numbers packed tokens as one sequence"
+
+
+def why_not_causal(config: Any) -> str | None:
+    """What keeps models of a configuration from a causal mask, which is told to us by `is_causal` of each layer; None
+    if nothing is known."""
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if both_ways or not _facts_of(type(config).__module__).is_causal:
+        return "make a causal mask for layers that say that they are not causal"
+    return None
 
 
 @torch.compiler.assume_constant_result
@@ -65,4 +80,11 @@ def _looked_up(configuration: str) -> _Facts:
         ),
         is_stateful=any(model._is_stateful for model in models),
         takes_positions=any("position_ids" in inspect.signature(model.forward).parameters for model in models),
+        is_causal=_may_be_causal(name),
     )
+
+
+def _may_be_causal(name: str) -> bool:
+    """Whether some attention in a module may be causal. One that does not say so is."""
+    values = set(_IS_CAUSAL.findall(inspect.getsource(sys.modules[name])))
+    return not values or not values <= _NOT_CAUSAL
