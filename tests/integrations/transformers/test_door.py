@@ -287,6 +287,17 @@ def test_layers_that_say_that_they_are_not_causal_beside_a_causal_mask_are_refus
     assert models[1](TOKENS).last_hidden_state.shape == (2, 17, 32)
 
 
+def test_layers_of_an_encoder_may_say_that_they_are_not_causal() -> None:
+    register()
+    config = transformers.BeitConfig(image_size=16, patch_size=8, num_labels=2, **SMALL, out_indices=[0])
+    ours = transformers.BeitModel._from_config(config, attn_implementation="trunkattn").eval()
+    theirs = copy.deepcopy(ours)
+    theirs.set_attn_implementation("eager")
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    expected, found = (model(pixels).last_hidden_state for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 BRANCHES = torch.tensor([[*range(9), *range(4, 12)]])
 
 

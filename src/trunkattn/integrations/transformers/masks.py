@@ -32,7 +32,7 @@ def mask(
             own.
     """
     if options.get("config") is not None:
-        _check_model(options["config"], "allow_is_causal_skip" in options)  # which only causal masks are asked for with
+        _check_model(options["config"], "allow_is_bidirectional_skip" not in options)
     if options.get("use_vmap", False):
         raise ValueError(
             f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"
