@@ -291,14 +291,14 @@ class PrefixTree:
         indices = self.sequence_indices()
         if len(check_list("weights", weights, "tensors")) != len(indices):
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
-        sums = torch.zeros(self.num_tokens, dtype=torch.float32, device="cpu")
+        sums = torch.zeros(self.num_tokens, dtype=torch.float64, device="cpu")  # of many copies, rounded once
         for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
             _check_values(f"weights[{number}]", weight)
             if tuple(weight.shape) != (len(own),):
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
-            sums.index_add_(0, own, weight.detach().to("cpu", torch.float32))
-        return sums.numpy()
+            sums.index_add_(0, own, weight.detach().to("cpu", torch.float64))
+        return sums.float().numpy()
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The values [length, ...] of each sequence from those of all packed tokens [num_tokens, ...].
@@ -313,7 +313,10 @@ class PrefixTree:
         check_dense("values", values)
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
-        return [values[own.to(values.device)] for own in self.sequence_indices()]
+        indices = self.sequence_indices()
+        # one gather, because each of many would have a gradient as large as all values
+        rows = values[torch.cat(indices).to(values.device)]
+        return list(rows.unsafe_split_with_sizes([len(own) for own in indices]))  # they may be written to
 
 
 def _outside_inference() -> AbstractContextManager[None]:
