@@ -287,6 +287,17 @@ def test_layers_that_say_that_they_are_not_causal_beside_a_causal_mask_are_refus
     assert models[1](TOKENS).last_hidden_state.shape == (2, 17, 32)
 
 
+@pytest.mark.parametrize("batch", [{}, {"attention_mask": ENDS}, {"input_ids": TOKENS[:1], "position_ids": PACKED}])
+def test_a_window_of_0_is_none(batch: dict[str, Any]) -> None:
+    """A Qwen2-MoE says so if it does not use its window, as by default, and makes masks for it that no layer takes."""
+    theirs, ours = both("Qwen2Moe", SMALL | MOE)
+    assert ours.config.sliding_window == 0
+    given = {"input_ids": TOKENS, "use_cache": False} | batch
+    kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+    expected, found = (model(**given).logits[kept] for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_of_an_encoder_may_say_that_they_are_not_causal() -> None:
     register()
     config = transformers.BeitConfig(image_size=16, patch_size=8, num_labels=2, **SMALL, out_indices=[0])

@@ -120,7 +120,7 @@ def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | 
     """Raises where a layer's arguments do not say what the masks of its model do."""
     config = getattr(module, "config", None)
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if window is not None and keys > window and "sliding_window" not in options:
+    if window and keys > window and "sliding_window" not in options:  # 0 is Qwen2-MoE's word for none
         raise ValueError(
             f"{type(module).__name__} does not pass on its model's sliding_window={window} and has {keys} keys: "
             f"attn_implementation={NAME!r} would compute no window; use another one"

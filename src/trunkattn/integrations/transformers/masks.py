@@ -41,6 +41,8 @@ def mask(
     if not both_ways:
         _check_last(options.get("q_offset"), q_length, kv_offset + kv_length)
     kept = _kept(attention_mask, kv_offset, kv_length)
+    if local_size == 0:  # of layers that the model does not have: no query would see a key
+        return kept
     local = local_size is not None and local_size < kv_offset + kv_length
     if kept is not None and q_length != kv_length and local and both_ways:
         raise ValueError(
