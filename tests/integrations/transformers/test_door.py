@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from trunkattn.integrations.transformers import attend, mask, register  # noqa: E402
 
-from .door_cases import CHUNKS, ENDS, HOLES, IN_CHUNKS, MODELS, PACKED, SMALL, TOKENS, WINDOW, both  # noqa: E402
+from .door_cases import CHUNKS, ENDS, HOLES, IN_CHUNKS, KEPT, MODELS, PACKED, SMALL, TOKENS, WINDOW, both  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -296,6 +296,28 @@ def test_a_window_of_0_is_none(batch: dict[str, Any]) -> None:
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
     expected, found = (model(**given).logits[kept] for model in (theirs, ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", ["decoder_attention_mask", "decoder_position_ids"])
+def test_a_decoder_that_calls_itself_causal_only_without_a_mask(given: str) -> None:
+    register()
+    sizes = {
+        f"{side}_{part}": number
+        for side in ("encoder", "decoder")
+        for part, number in (("num_hidden_layers", 1), ("num_attention_heads", 4), ("num_key_value_heads", 4))
+    }
+    config = transformers.MoonshineConfig(vocab_size=50, hidden_size=32, intermediate_size=48, **sizes)
+    ours = transformers.MoonshineModel._from_config(config, attn_implementation="trunkattn").eval()
+    theirs = copy.deepcopy(ours)
+    theirs.set_attn_implementation("eager")
+    sound = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0))
+    batch = {given: ENDS if given == "decoder_attention_mask" else PACKED.expand(2, -1)}
+    kept = batch.get("decoder_attention_mask", KEPT).bool()
+    outputs = [
+        model(input_values=sound, decoder_input_ids=TOKENS, use_cache=False, **batch).last_hidden_state[kept]
+        for model in (ours, theirs)
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_of_an_encoder_may_say_that_they_are_not_causal() -> None:

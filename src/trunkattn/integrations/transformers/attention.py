@@ -59,8 +59,7 @@ def attend(
         "sinks": options.get("s_aux"),
         "deterministic": bool(options.get("deterministic")),
     }
-    causal = options.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    causal = _is_causal(module, attention_mask, options.get("is_causal"))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     _check_layer(module, key.shape[2], causal, tree, options)
     packed = attention_mask is not None and attention_mask.dim() == 1
@@ -76,6 +75,15 @@ def attend(
     if attention_mask is None:
         return _one(flash_attention(q, k, v, causal, **given)), None
     return _padded((q, k, v), attention_mask.bool(), causal, given), None
+
+
+def _is_causal(module: nn.Module, mask: torch.Tensor | None, option: bool | None) -> bool:
+    """Whether a layer is causal: what it was called with, else what it says of itself, else it is. Next to a mask some
+    causal layers pass False, because masks of PyTorch's own attention are whole (Moonshine)."""
+    own: bool | None = getattr(module, "is_causal", None)
+    if option is None or (own and mask is not None):
+        return own is None or bool(own)
+    return bool(option)
 
 
 def _padded(
