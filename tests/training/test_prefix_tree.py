@@ -218,27 +218,6 @@ def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
     assert back.parents == tree.parents and back.lengths == tree.lengths
 
 
-def test_unpacking_has_one_gradient_for_all_sequences() -> None:
-    """One as large as all values for each sequence takes seconds for 10,000 of them. Each part may be written to."""
-    tree = PrefixTree.from_segments([-1, *[0] * 50], [3, *[2] * 50])
-    values = torch.randn(tree.num_tokens, 2, requires_grad=True)
-    parts = tree.unpack(values)
-    assert len({part.grad_fn for part in parts}) == 1
-    parts[0].zero_()
-    parts[1][4] *= 3
-    (gradient,) = torch.autograd.grad(sum(part.sum() for part in parts), values)
-    expected = torch.ones(tree.num_tokens, 2)
-    expected[:3], expected[3:5], expected[6] = 49, 0, 3
-    assert torch.equal(gradient, expected)
-
-
-def test_weights_of_many_copies_are_rounded_once() -> None:
-    tree = PrefixTree.from_segments([-1, *[0] * 5000], [2, *[1] * 5000])
-    weight = torch.tensor([0.1, 0.1, 0.1])
-    expected = math.fsum([weight[1].item()] * 5000)
-    assert tree.pack([weight] * 5000).weights[1] == torch.tensor(expected, dtype=torch.float32)
-
-
 def segments(*parents: int, **options: Any) -> PrefixTree:
     return PrefixTree.from_segments(parents, [2] * len(parents), **options)
 
