@@ -95,17 +95,26 @@ def test_bytes_that_are_no_request_are_told_why(server: Server, sent: bytes, sta
     assert answered == status and message in error and "expected" in error and "bytearray" not in error
 
 
+def counts_of(server: Server, path: str) -> list[float]:
+    """How many requests of a path were answered with 499 and with 500."""
+    metrics = server.get("/metrics").text
+    names = [f'trunkattn_http_requests_total{{path="{path}",status="{status}"}} ' for status in (499, 500)]
+    return [
+        sum(float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name)) for name in names
+    ]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(
     server: Server, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    counts = [f'path="{path}",status="{status}"' for status in (499, 500)]
+    before = counts_of(server, path)
     with caplog.at_level(logging.INFO, "trunkattn"):
         with connected(server) as connection:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
             connection.sendall(head.encode() + b'{"prompt"')
-        wait_for(lambda: any(count in server.get("/metrics").text for count in counts))
-    assert counts[1] not in server.get("/metrics").text
+        wait_for(lambda: counts_of(server, path) != before)
+    assert counts_of(server, path) == [before[0] + 1, before[1]]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
