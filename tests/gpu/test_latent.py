@@ -188,6 +188,14 @@ def test_rows_are_written_beside_each_other(dtype: torch.dtype) -> None:
     assert torch.equal(cache, expected), "no token goes into slot -1 or behind the cache"
 
 
+def test_numbers_of_a_row_may_lie_farther_apart_than_32_bits_count() -> None:
+    """Memory that nothing is written to is only promised, and takes no room."""
+    far = torch.empty((16 << 27) + 1, dtype=torch.float16).as_strided((1, 1, 17), (1, 1, 1 << 27))
+    row, value, cache = far.copy_(torch.randn(17)), torch.randn(1, 1, 1), torch.zeros(1, 16, 1, 18)
+    write_on_gpu(row, value, cache[..., :17], cache[..., 17:], torch.tensor([3]))
+    assert torch.equal(cache[0, 3, 0, :17], row[0, 0].float()) and cache[0, 3, 0, 17] == value
+
+
 def test_where_the_fast_kernel_cannot_read_a_layer_the_portable_one_reads_the_same_lists() -> None:
     """The tensors are on a CPU, which the fast kernel refuses; its tile has segments of 64 tokens."""
     config = config_of(16, 64, latent_dim=spec.LATENT_DIM, rope=spec.ROPE_DIM, dtype=torch.float16)
