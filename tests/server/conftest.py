@@ -147,12 +147,13 @@ class Server:
         wait_for(lambda: live._num_samples >= most)
 
     def stand_still(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Until the event is set, answers that have begun stay as they are, so that a test can look at them."""
+        """Until the event is set, answers that have begun stay as they are, so that a test can look at them. They have
+        16 tokens by then: a character of several tokens is sent when it is whole, and a stream begins with it."""
         go_on, engine, step = threading.Event(), self.llm.engine, self.llm.engine.step
 
         def step_of_beginners() -> list[RequestOutput]:
             scheduler = engine.scheduler
-            have_begun = all(one.num_tokens > one.num_prompt_tokens + 2 for one in scheduler.running)
+            have_begun = all(one.num_tokens > one.num_prompt_tokens + 16 for one in scheduler.running)
             if have_begun and not scheduler.waiting and not go_on.wait(0.02):
                 return []
             return step()
