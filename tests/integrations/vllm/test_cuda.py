@@ -261,6 +261,18 @@ def test_ranks_and_chunks_are_refused_together(gpu_engine: VllmConfig, monkeypat
         make_builder(gpu_engine, make_layer())
 
 
+def test_layers_that_are_added_to_the_list_later(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """As vLLM does with those of a draft model."""
+    all_layers = make_builder(gpu_engine, make_layer(), make_layer(window=16))
+    first, second = all_layers.layer_names
+    builder = type(all_layers)(all_layers.kv_cache_spec, names := [first], gpu_engine, all_layers.device)
+    names.append(second)
+    _, errors = run_step(builder, make_batch([1, 1, 9], [110, 20, 30]))
+    assert len(errors) == 2
+    assert max(errors) < 0.02
+    assert sum(builder.kv_token_bytes()) == 2 * all_layers.kv_token_bytes()[0]
+
+
 def test_drafting_goes_on_from_the_same_tensors(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
     """Between the tokens of a draft vLLM lengthens each request in place, and the plan follows, in its own place."""
     layer = make_layer()

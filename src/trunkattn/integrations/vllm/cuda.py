@@ -135,7 +135,6 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         self._decode_plans: dict[LayerSpec, Plan] = {}  # the same without the launch for prompt chunks
         self._may_overlap = False
         self._runs: dict[LayerSpec, Callable[..., Any]] = {}
-        self._kv_token_bytes = self.kv_token_bytes()
         self._last: CudaStep | None = None
         for spec, count in self.layers.items():
             impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
@@ -211,6 +210,7 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
+        self.find_layers()
         rows = int(self.vllm_config.scheduler_config.max_num_seqs)
         if self.attends_in_chunks:  # the tokens of a request that decodes may lie in two chunks
             rows *= 2
@@ -349,7 +349,7 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
             self.stats.count_unshared("no_decode")
         else:
             traffic.note([counted for plan in plans if (counted := plan.counters.kv_tokens) is not None], step.requests)
-        count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
+        count_arrivals(self.stats, traffic, self.kv_token_bytes(), logger.error)
 
 
 def _any_context(batch: Any, rows: slice) -> bool:

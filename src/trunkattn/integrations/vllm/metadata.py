@@ -36,11 +36,18 @@ class LayerGroup:
         return NAME
 
     def init_group(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any) -> None:
-        """Finds the layers, what their attention is, and their counters.
+        """Finds the layers, for what is said and refused at the start. The list of names may grow later."""
+        self._group = kv_cache_spec, layer_names, vllm_config
+        self.find_layers()
+
+    def find_layers(self) -> None:
+        """Finds the layers, what their attention is, and their counters. Builders call it again before their first
+        step: of a draft model vLLM tells the first layer only, and adds the others once the builder is made.
 
         Raises:
             ValueError: with one line, if the group's KV cache holds anything else than the back end reads.
         """
+        kv_cache_spec, layer_names, vllm_config = self._group
         self.modules = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
         self._check_group(kv_cache_spec, self.modules)
         self.layers: Counter[LayerSpec] = Counter(layer.impl.layer_spec for layer in self.modules.values())
@@ -93,9 +100,7 @@ class TrunkAttentionBuilder(GroupBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # One attention serves all windows of a configuration, so that they share the forest.
-        attentions = {config: BatchAttention(config, device) for config in self.configs.values()}
-        self.attentions = {spec: attentions[config] for spec, config in self.configs.items()}
+        self.attentions: dict[LayerSpec, BatchAttention] = {}  # the first step makes them
         for spec, count in self.layers.items():
             logger.info(
                 "TrunkAttention runs prefill chunks, decoding and mixed batches in %d layers (%s; blocks of %d "
@@ -116,6 +121,8 @@ class TrunkAttentionBuilder(GroupBuilder):
         """
         step = common_attn_metadata
         check_causal(step)
+        if not self.attentions:
+            self._make_attentions()
         rows = step.num_reqs
         batch = (step.block_table_tensor[:rows], step.seq_lens[:rows], step.query_start_loc[: rows + 1])
         plans = {
@@ -124,6 +131,12 @@ class TrunkAttentionBuilder(GroupBuilder):
         }
         self._count(plans, batch[2].diff())
         return StepPlans(plans)
+
+    def _make_attentions(self) -> None:
+        """One attention serves all windows of a configuration, so that they share the forest."""
+        self.find_layers()
+        attentions = {config: BatchAttention(config, self.device) for config in self.configs.values()}
+        self.attentions = {spec: attentions[config] for spec, config in self.configs.items()}
 
     def _count(self, plans: dict[LayerSpec, tuple[BatchAttention, Plan]], query_lens: torch.Tensor) -> None:
         read = unshared = 0

@@ -73,7 +73,6 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         self._runs: dict[LayerSpec, Callable[..., Any]] = {}
         self._local: tuple[torch.Tensor, torch.Tensor] | None = None  # lengths on this rank, and whether that is none
         self._device_traffic: DeviceTraffic | None = None
-        self._kv_token_bytes = self.kv_token_bytes()
         self._last: Any = None
         for spec, count in self.layers.items():
             logger.info(
@@ -133,6 +132,7 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
 
     def _allocate(self, max_pages_per_request: int) -> None:
         """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
+        self.find_layers()
         rows = int(self.vllm_config.scheduler_config.max_num_seqs)
         capacity = Capacity(
             max_requests=rows,
@@ -187,12 +187,12 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         elif traffic is not None:
             traffic.note(counted, decode.requests)
         if traffic is not None:
-            count_arrivals(self.stats, traffic, self._kv_token_bytes, logger.error)
+            count_arrivals(self.stats, traffic, self.kv_token_bytes(), logger.error)
 
     def _count_planned_on_host(self, requests: int) -> None:
         stats = [plan.stats for plan in self._plans.values()]
-        read = sum(each.kv_tokens_read * size for each, size in zip(stats, self._kv_token_bytes, strict=True))
-        alone = sum(each.kv_tokens_per_query * size for each, size in zip(stats, self._kv_token_bytes, strict=True))
+        read = sum(each.kv_tokens_read * size for each, size in zip(stats, self.kv_token_bytes(), strict=True))
+        alone = sum(each.kv_tokens_per_query * size for each, size in zip(stats, self.kv_token_bytes(), strict=True))
         self.stats.count_read(read, alone, requests)
 
 
