@@ -38,12 +38,12 @@ class FlashRecorder:
 
 
 def make_layer(dtype: torch.dtype = torch.bfloat16, window: int | None = None, **changes: Any) -> Any:
-    options = {"cache": "auto", "soft_cap": None, "kv_heads": KV_HEADS, "extra": {}} | changes
+    options = {"cache": "auto", "soft_cap": None, "kv_heads": KV_HEADS, "shared": None, "extra": {}} | changes
     torch.set_default_dtype(dtype)
     try:
         return cuda.TrunkAttentionCudaImpl(
             *(HEADS, DIM, SCALE, options["kv_heads"], None, window, options["cache"]),
-            *(options["soft_cap"], "decoder", None),
+            *(options["soft_cap"], "decoder", options["shared"]),
             **options["extra"],
         )
     finally:

@@ -1,6 +1,7 @@
 """Tiny models with random weights, written to a folder: Llama, Qwen3, Gemma 2 (soft cap, window), Gemma 3 (window),
 GPT-OSS (sinks), Qwen3-Next (every other layer is linear attention; heads of 256), Cohere 2 (window), and with the same
-weights cohere2_pools, to whose windows SGLang gives a KV pool of their own; Llama 4 (chunks); DeepSeek-V3 (latent
+weights cohere2_pools, to whose windows SGLang gives a KV pool of their own; Llama 4 (chunks); Gemma 4 (its last two
+layers read the keys and values of earlier ones; heads of 32 with a window and of 64 without); DeepSeek-V3 (latent
 attention; rows of 512 + 64, the only ones that vLLM's own back end for CPUs takes)."""
 
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -61,6 +63,11 @@ def _config(name: str) -> PretrainedConfig:
         return Gemma2Config(**dense, **caps, **windowed, num_key_value_heads=4)
     if name == "gemma3":
         return Gemma3TextConfig(**dense, **windowed, query_pre_attn_scalar=32, num_key_value_heads=4)
+    if name == "gemma4":
+        layers = {"num_hidden_layers": 6, "layer_types": list(LAYER_TYPES[:2]) * 3, "num_kv_shared_layers": 2}
+        inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16}
+        options = {**dense, **windowed, **layers, **inputs, "global_head_dim": 64}
+        return Gemma4TextConfig(**options, num_key_value_heads=2)
     if name.startswith("cohere2"):
         pools = {"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]} if name == "cohere2_pools" else {}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -84,8 +91,8 @@ def _config(name: str) -> PretrainedConfig:
         given = {key: value for key, value in dense.items() if key != "head_dim"}
         return DeepseekV3Config(**given, **sizes, **experts, tie_word_embeddings=False)
     raise ValueError(
-        f"{name}: expected llama, llama4, qwen3, gemma2, gemma3, gpt_oss, qwen3_next, cohere2, cohere2_pools or "
-        "deepseek_v3"
+        f"{name}: expected llama, llama4, qwen3, gemma2, gemma3, gemma4, gpt_oss, qwen3_next, cohere2, "
+        "cohere2_pools or deepseek_v3"
     )
 
 
@@ -101,6 +108,8 @@ def _sharpen(name: str, parameter: torch.Tensor) -> None:
         parameter.fill_(1.0)  # Gemma 3 scales by 1 + weight
     elif ("post_attention_layernorm" in name or "post_feedforward_layernorm" in name) and parameter.eq(0).all():
         parameter.fill_(8.0)  # Gemma 2 scales by 1 + weight, and embeds and predicts with one matrix
+    elif "post_feedforward_layernorm" in name:
+        parameter.fill_(9.0)  # Gemma 4 scales by the weight
 
 
 def write_eagle(folder: Path) -> None:

@@ -259,7 +259,11 @@ def test_what_vllm_asks(make_ranks: Callable[..., list[Any]], gpu_engine: VllmCo
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"window": 16}, "sliding windows"), ({"extra": {"sinks": torch.zeros(HEADS)}}, "sinks, which each rank")],
+    [
+        ({"window": 16}, "sliding windows"),
+        ({"extra": {"sinks": torch.zeros(HEADS)}}, "sinks, which each rank"),
+        ({"shared": "model.layers.0.attn"}, "layers that read the KV cache of another"),
+    ],
 )
 def test_layers_that_ranks_cannot_share(
     make_ranks: Callable[..., list[Any]], changes: dict[str, Any], word: str

@@ -24,9 +24,10 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
         ("llama", {"speculative_config": DRAFTS}),
         ("llama", {"speculative_config": EAGLE}),
         ("llama4", {"speculative_config": DRAFTS}),
+        ("gemma4", {}),
         ("qwen3", {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}),
     ],
-    ids=["plain", "windows", "one-group", "drafts", "eagle", "within-chunks", "chunks"],
+    ids=["plain", "windows", "one-group", "drafts", "eagle", "within-chunks", "shared-caches", "chunks"],
 )
 def test_tokens(
     name: str,

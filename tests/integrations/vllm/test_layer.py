@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
 
 from trunkattn import BatchAttention
 from trunkattn.integrations.vllm import metadata, versions
@@ -138,8 +139,7 @@ def test_memory_profiling_gives_zeros() -> None:
         ({"alibi": [0.5] * HEADS}, "ALiBi"),
         ({"kind": "encoder_only"}, "encoder_only"),
         ({"kind": "encoder"}, "encoder"),
-        ({"kind": "encoder_decoder"}, "encoder_decoder"),
-        ({"shared": "model.layers.0.self_attn.attn"}, "KV cache of another layer"),
+        ({"kind": AttentionType.ENCODER_DECODER}, "support encoder_decoder attention"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype=int8_per_token_head"),
         ({"extra": {"chunk_lookback": 1}}, "chunk_lookback=1"),
         ({"extra": {"use_alibi_sqrt": True}}, "use_alibi_sqrt=True"),

@@ -185,6 +185,7 @@ def test_batch_invariance(set_batch_invariance: Callable[[bool], None]) -> None:
         ({"cache": "fp8_e5m2"}, "kv_cache_dtype=fp8_e5m2, only auto, float16, bfloat16, fp8, fp8_e4m3"),
         ({"sliding_window": 64}, "sliding windows of latent attention"),
         ({"logits_soft_cap": 5.0}, "soft caps of latent attention"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.attn"}, "latent attention that read the cache of another"),
         ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"something_new": 0.5}, "something_new=0.5"),
     ],

@@ -90,6 +90,16 @@ def test_attention_within_chunks(one_group: bool, model: Callable[[str], Path], 
     assert run.kv_bytes_saved > 0
 
 
+def test_layers_that_read_the_cache_of_another(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    """They have no keys and values of their own. Layers with a window have narrower heads than those without."""
+    expected = stock("gemma4")
+    assert_has_power(expected)
+    run = generate(model("gemma4"), block_size=16, attention_backend="CUSTOM")
+    assert run.impls == {"TrunkAttentionImpl"}
+    assert_equal(run, expected)
+    assert run.kv_bytes_saved > 0
+
+
 def test_a_compiled_model(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
     assert_equal(ours(model("llama"), 16, enforce_eager=False), stock("llama"))
 
@@ -119,6 +129,15 @@ def test_drafts_that_are_accepted(model: Callable[[str], Path], stock: Callable[
     assert run.drafts > 500
     assert run.accepted_drafts == run.drafts
     assert_equal(run, stock("llama"))
+
+
+def test_a_draft_model_with_windows_and_full_layers(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
+    """vLLM makes the builder for the first layer that drafts, and adds the others to its list."""
+    drafts = {"method": "draft_model", "model": str(model("gemma2")), "num_speculative_tokens": 3}
+    options = {"speculative_config": {**drafts, "attention_backend": "CUSTOM"}, "disable_hybrid_kv_cache_manager": True}
+    run = ours(model("gemma2"), 16, **options)
+    assert run.accepted_drafts == run.drafts > 500
+    assert_equal(run, stock("gemma2"))
 
 
 def test_drafts_of_an_eagle(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:

@@ -98,9 +98,12 @@ def check_merge(group: Any, all_to_all: bool) -> None:
         )
 
 
-def context_refusals(spec: Any, flash: Any, flash_note: str) -> list[str]:
-    """Why a layer cannot run on several ranks; empty if it can."""
+def context_refusals(spec: Any, flash: Any, flash_note: str, reads_another: bool = False) -> list[str]:
+    """Why a layer cannot run on several ranks; empty if it can. reads_another: whether it reads another layer's KV
+    cache."""
     found = []
+    if reads_another:
+        found.append("layers that read the KV cache of another layer, as they have no keys of a prompt at hand")
     if spec.sliding_window is not None:
         found.append("sliding windows, since a rank does not know how far its keys are from a query")
     if spec.sinks:

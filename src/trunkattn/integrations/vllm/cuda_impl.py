@@ -44,7 +44,8 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             host_planner(self.layer_spec.batch_invariant)
         self.group: ContextGroup | None = None
         if self.dcp_world_size > 1:
-            check_supported(context_refusals(self.layer_spec, self.flash, self.flash_note))
+            reads_another = self.kv_sharing_target_layer_name is not None
+            check_supported(context_refusals(self.layer_spec, self.flash, self.flash_note, reads_another))
             self.group = find_group(vllm_config)
 
     def _device_refusals(self) -> list[str]:
@@ -90,7 +91,8 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
     def _prefill(
         self, layer: Any, tensors: StepTensors, caches: tuple[torch.Tensor, torch.Tensor], rows: PrefillRows
     ) -> None:
-        prompts = StepTensors(*(each[rows.tokens] for each in tensors))
+        key, value = (None if each is None else each[rows.tokens] for each in (tensors.key, tensors.value))
+        prompts = StepTensors(tensors.query[rows.tokens], key, value, tensors.output[rows.tokens])
         if self.flash is None:
             attention, plan = rows.plans[self.layer_spec]
             attention.run(plan, prompts.query, *caches, out=prompts.output, sinks=self.sinks, **self._scales(layer))

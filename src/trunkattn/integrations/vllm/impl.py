@@ -51,11 +51,12 @@ def check_unquantized(output_quantization: dict[str, Any]) -> None:
 
 
 class StepTensors(NamedTuple):
-    """A layer's tensors of a step: [tokens, heads, head_size]. Rows after the step's tokens are padding."""
+    """A layer's tensors of a step: [tokens, heads, head_size]. Rows after the step's tokens are padding. key and value
+    are None in a layer that reads the cache of another one."""
 
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
     output: torch.Tensor
 
 
@@ -68,12 +69,11 @@ def refusals(
     """Options of a layer or the engine that no device supports; empty if all are supported. kv_dtypes: of caches that
     are."""
     found = versions.refused_options(vllm_config)
-    if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
-        found.append(f"{layer.attn_type} attention, only decoder self-attention")
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type))
+    if kind != "decoder":
+        found.append(f"{kind} attention, only decoder self-attention")
     if layer.alibi_slopes is not None:
         found.append("ALiBi")
-    if layer.kv_sharing_target_layer_name is not None:
-        found.append("layers that read the KV cache of another layer")
     if layer.kv_cache_dtype not in kv_dtypes:
         found.append(f"kv_cache_dtype={layer.kv_cache_dtype}, only {', '.join(kv_dtypes)}")
     if envs.VLLM_BATCH_INVARIANT and not versions.has_triton():
@@ -102,7 +102,9 @@ class TrunkAttentionImpl(AttentionImpl):
         self.num_kv_heads = layer.num_kv_heads or layer.num_heads
         self.sliding_window, self.alibi_slopes = layer.sliding_window, None
         self.kv_cache_dtype, self.logits_soft_cap = layer.kv_cache_dtype, layer.logits_soft_cap
-        self.attn_type, self.kv_sharing_target_layer_name = layer.attn_type, None
+        self.attn_type = layer.attn_type
+        # A layer with a target reads the target's cache, which vLLM binds to it, and vLLM stores nothing for it.
+        self.kv_sharing_target_layer_name = layer.kv_sharing_target_layer_name
 
         self._model_sinks: torch.Tensor | None = sinks
         self.sinks = self._model_sinks
@@ -170,8 +172,8 @@ class TrunkAttentionImpl(AttentionImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,

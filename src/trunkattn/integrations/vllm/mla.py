@@ -40,6 +40,8 @@ def latent_refusals(layer: LayerArguments, extra: dict[str, Any], vllm_config: A
         found.append("sliding windows of latent attention")
     if layer.logits_soft_cap:
         found.append("soft caps of latent attention")
+    if layer.kv_sharing_target_layer_name is not None:
+        found.append("layers of latent attention that read the cache of another layer")
     return found
 
 
