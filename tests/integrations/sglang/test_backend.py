@@ -1,12 +1,13 @@
 """The back end's classes over SGLang's own pools and layers, against the float64 reference; the one for GPUs too, with
 plans and kernels of the CPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from trunkattn.integrations.sglang.backend import TrunkBackend
 
@@ -93,6 +94,31 @@ def test_a_rank_without_requests_computes_nothing() -> None:
     assert out.shape == (tokens, HEADS * DIM) and not out.any()
     assert torch.equal(runner.token_to_kv_pool.get_key_buffer(0), stored)
     assert backend.traffic.steps == 0
+
+
+class Padded(SimpleNamespace):
+    """A step that SGLang's own code pads; what it does not have is None."""
+
+    _pad_tensor_to_size = ForwardBatch._pad_tensor_to_size
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def test_ranks_pad_their_decodes_on_a_cpu() -> None:
+    """So that all data-parallel ranks have as many tokens."""
+    runner = make_runner()
+    (layer,) = layers_of(runner)
+    backend, plain = TrunkBackend(runner), DECODES.batch(runner)
+    batch = Padded(**vars(plain), positions=torch.zeros(3), input_ids=torch.zeros(3, dtype=torch.int64))
+    ForwardBatch._pad_inputs_to_size(batch, SimpleNamespace(attn_backend=backend), 5, 5)
+    assert batch.seq_lens.tolist() == [*DECODES.lens, 1, 1]
+    q = torch.randn(5, HEADS * DIM)
+    backend.init_forward_metadata(batch)
+    padded = backend.forward_decode(q, None, None, layer, batch)
+    backend.init_forward_metadata(plain)
+    torch.testing.assert_close(padded[:3], backend.forward_decode(q[:3], None, None, layer, plain))
+    assert padded.isfinite().all()
 
 
 def test_rows_after_the_tokens_of_a_step_are_zeros() -> None:

@@ -96,6 +96,9 @@ class TrunkBackend(AttentionBackend):
         """The length of padded rows."""
         return 1
 
+    # On a CPU SGLang asks for it by this name, where data-parallel ranks pad their steps.
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Begins a step of prompt chunks, decodes, or a mixture of them, outside of any graph."""
         self._finish_step()
