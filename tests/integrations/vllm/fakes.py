@@ -50,7 +50,7 @@ def make_layer(dtype: torch.dtype = torch.bfloat16, window: int | None = None, *
         torch.set_default_dtype(torch.float32)
 
 
-def make_builder(engine: VllmConfig, *layers: Any) -> Any:
+def make_builder(engine: VllmConfig, *layers: Any, of: type[Any] = cuda.TrunkAttentionCudaBuilder) -> Any:
     names = [f"model.layers.{i}.attn" for i in range(len(layers))]
     for name, impl in zip(names, layers, strict=True):
         module = torch.nn.Module()
@@ -59,7 +59,7 @@ def make_builder(engine: VllmConfig, *layers: Any) -> Any:
         module.kv_cache = stored.view(torch.uint8) if impl.scaled else stored
         engine.compilation_config.static_forward_context[name] = module
     spec = type("FullAttentionSpec", (), {"block_size": PAGE})()
-    return cuda.TrunkAttentionCudaBuilder(spec, names, engine, torch.device("cpu"))
+    return of(spec, names, engine, torch.device("cpu"))
 
 
 def make_batch(

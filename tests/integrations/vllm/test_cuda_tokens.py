@@ -25,9 +25,20 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
         ("llama", {"speculative_config": EAGLE}),
         ("llama4", {"speculative_config": DRAFTS}),
         ("gemma4", {}),
+        ("gemma4", {"kv_sharing_fast_prefill": True}),
         ("qwen3", {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}),
     ],
-    ids=["plain", "windows", "one-group", "drafts", "eagle", "within-chunks", "shared-caches", "chunks"],
+    ids=[
+        "plain",
+        "windows",
+        "one-group",
+        "drafts",
+        "eagle",
+        "within-chunks",
+        "shared-caches",
+        "fast-prefill",
+        "chunks",
+    ],
 )
 def test_tokens(
     name: str,
@@ -39,7 +50,9 @@ def test_tokens(
     if (drafts := options.get("speculative_config")) is EAGLE:
         options = {"speculative_config": {**drafts, "model": str(model("eagle"))}}
     run = generate(model(name), block_size=16, attention_backend="CUSTOM", rounds=1, **options)
-    assert {backend.split("_")[-1] for backend in run.backends} == {"TrunkAttentionCudaBackend"}
+    names = {backend.split("_")[-1].removeprefix("FastPrefill") for backend in run.backends}
+    assert names == {"TrunkAttentionCudaBackend"}
+    assert options.get("kv_sharing_fast_prefill", False) == any("FastPrefill" in name for name in run.backends)
     assert run.impls == {"TrunkAttentionCudaImpl"}
     expected = stock(name).tokens[0]
     assert equal(run.tokens[0], expected) == len(expected)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
 from trunkattn.integrations import common
-from trunkattn.integrations.vllm import metrics
+from trunkattn.integrations.vllm import cuda, metrics
 
 from .fakes import DIM, KV_HEADS, PAGE, FlashRecorder, make_batch, make_builder, make_layer, run_step
 
@@ -53,6 +54,15 @@ def test_counters(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypat
     assert REGISTRY.get_sample_value("trunkattn_kv_bytes_saved_total", labels) == traffic.saved
     assert REGISTRY.get_sample_value("trunkattn_steps_total", labels | {"path": "full_graph"}) == 3
     assert REGISTRY.get_sample_value("trunkattn_steps_unshared_total", labels | {"reason": "one_request"}) == 3
+
+
+def test_a_step_that_vllm_copies(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """As it does for layers with fast prefill: what runs is the copy."""
+    backend = create_fast_prefill_custom_backend("FastPrefill", cuda.TrunkAttentionCudaBackend)
+    builder = make_builder(gpu_engine, make_layer(), of=backend.get_builder_cls())
+    run_step(builder, make_batch([1, 9], [20, 0]))
+    builder.build(0, make_batch([1], [40]))
+    assert dict(builder.stats.paths) == {"mixed": 1}
 
 
 def test_the_ring_is_fetched_when_it_is_full(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:

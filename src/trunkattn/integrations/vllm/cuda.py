@@ -13,8 +13,9 @@ head_dim 128). For layers that FlashAttention does not support (8-bit caches, fl
 With VLLM_BATCH_INVARIANT=1 our kernels run all rows: decodes are planned on the device, prompts on the host.
 """
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -87,7 +88,8 @@ class CudaStep(AttentionMetadata):
         nothing_local: [rows, 1] bool, of each row that decodes, whether this rank holds none of its keys; None: each
             request is on one rank.
         chunks: whether the plans hold the other rows too, as prompt chunks.
-        launched: whether a layer has run the step from the host. A full CUDA graph does not.
+        launched: whether a layer has run the step from the host, which a full CUDA graph does not. vLLM copies the
+            steps of layers with fast prefill, and all copies have this one object.
     """
 
     plans: dict[LayerSpec, tuple[Callable[..., Any], Plan]]
@@ -98,12 +100,12 @@ class CudaStep(AttentionMetadata):
     prefill: PrefillRows | None
     nothing_local: torch.Tensor | None = None
     chunks: bool = False
-    launched: bool = False
+    launched: threading.Event = field(default_factory=threading.Event)
 
     @property
     def path(self) -> str:
         """The path for the counters, valid after the step."""
-        if not self.launched:
+        if not self.launched.is_set():
             return "full_graph"
         if self.prefill is None and not self.chunks:
             return "decode"

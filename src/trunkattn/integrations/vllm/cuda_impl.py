@@ -74,7 +74,7 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         """
         if step.chunks or step.prefill is not None:
             check_not_captured()
-        step.launched = True
+        step.launched.set()
         if step.decode_tokens:
             run, plan = step.plans[self.layer_spec]
             rows, scales = slice(0, step.decode_tokens), self._scales(layer)
