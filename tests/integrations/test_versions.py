@@ -81,7 +81,7 @@ def test_an_option_that_a_version_lacks_is_off() -> None:
     [
         ("parallel_config.prefill_context_parallel_size", 2, "prefill context parallelism"),
         ("attention_config.use_non_causal", True, "non-causal"),
-        ("model_config.is_mm_prefix_lm", True, "both directions"),
+        ("model_config.is_mm_prefix_lm", True, "both directions over image tokens, unless language_model_only=True"),
         ("model_config.rswa_window", 128, "reference sliding-window"),
         ("model_config.is_diffusion", True, "diffusion language models"),
     ],

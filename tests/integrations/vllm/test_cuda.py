@@ -431,6 +431,11 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
     assert validate(**options) == [
         "per-head quant scales not supported", "turn this off or leave attention_backend out"
     ]  # fmt: skip
+    options |= {"use_per_head_quant_scales": False, "use_mm_prefix": True}
+    assert validate(**options) == [
+        "partial multimodal token full attention not supported",
+        "serve text alone, with language_model_only=True, or leave attention_backend out",
+    ]
 
 
 def test_what_the_back_end_says_of_itself() -> None:

@@ -71,7 +71,7 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
         """The reasons why not, for vLLM's error, and what to do."""
         reasons: list[str] = super().validate_configuration(*args, **options)
-        return [*reasons, "turn this off or leave attention_backend out"] if reasons else []
+        return [*reasons, versions.instead(options)] if reasons else []
 
 
 @dataclass

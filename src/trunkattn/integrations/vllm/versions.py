@@ -61,12 +61,15 @@ NO_LATENT_ON_CPU: Final = (
 # vLLM's back end that selects keys for each query.
 SPARSE_LATENT: Final = "FLASHMLA_SPARSE"
 
+# The option with which a model that takes images serves text alone. Then its attention is causal.
+TEXT_ALONE: Final = "language_model_only=True"
+
 # Options of the engine that change the attention: their path, the value that means off, their name. On GPUs vLLM asks
 # the back end about them, with more arguments in each version up to 0.33; on a CPU it does not ask.
 REFUSED_OPTIONS: Final = (
     ("parallel_config.prefill_context_parallel_size", 1, "prefill context parallelism"),
     ("attention_config.use_non_causal", False, "non-causal attention"),
-    ("model_config.is_mm_prefix_lm", False, "attention in both directions over image tokens"),
+    ("model_config.is_mm_prefix_lm", False, f"attention in both directions over image tokens, unless {TEXT_ALONE}"),
     ("model_config.rswa_window", None, "reference sliding-window attention"),
     ("model_config.is_diffusion", False, "diffusion language models"),
 )
@@ -141,6 +144,13 @@ def served(on_cpu: bool) -> str:
     )
 
 
+def instead(options: Mapping[str, Any]) -> str:
+    """What to do about options that our back end refuses, by those that vLLM's `validate_configuration` has."""
+    if options.get("use_mm_prefix"):
+        return f"serve text alone, with {TEXT_ALONE}, or leave attention_backend out"
+    return "turn this off or leave attention_backend out"
+
+
 def instead_of_latent(options: Mapping[str, Any]) -> str:
     """What to choose instead of our latent attention, by the options that vLLM's `validate_configuration` has."""
     if not options.get("use_mla", True):
@@ -150,7 +160,7 @@ def instead_of_latent(options: Mapping[str, Any]) -> str:
         return f"leave attention_backend out, or choose {SPARSE_LATENT}, which selects keys for each query"
     if options.get("kv_cache_dtype") in PACKED_LATENT_DTYPES:
         return f"choose kv_cache_dtype={' or '.join(LATENT_KV_DTYPES)}, or leave attention_backend out"
-    return "turn this off or leave attention_backend out"
+    return instead(options)
 
 
 def no_latent(version: str, error: Exception) -> str:
