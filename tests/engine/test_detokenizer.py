@@ -181,6 +181,54 @@ def test_bytes_in_a_row_of_a_sentencepiece_tokenizer(pattern: list[int]) -> None
     assert tokenizer.num_decoded < 40 * len(token_ids)
 
 
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [([0xF0, 0x9F], "\ufffd\ufffd"), ([0xFF, 302], "\ufffdword"), ([*"🙂".encode(), 0xFF, 302], "🙂\ufffdword")],
+    ids=["half a character at the end", "a stray byte", "a stray byte after two characters"],
+)
+def test_bytes_of_no_character_leave_characters_that_were_shown(after: list[int], text: str) -> None:
+    texts, _ = feed(Detokenizer(ByteFallbackTokenizer(), [302]), [*"🙂".encode(), *after])
+    assert texts[-1] == f"🙂{text}"
+    assert all(texts[-1].startswith(shown) for shown in texts)
+
+
+class TidyTokenizer(ByteTokenizer):
+    """Takes back the space before a comma, unless it is told not to."""
+
+    clean_up_tokenization_spaces = True
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        text = super().decode(token_ids)
+        return text if clean_up_tokenization_spaces is False else text.replace(" ,", ",")
+
+
+def test_spaces_that_were_shown_are_not_taken_back() -> None:
+    texts, found = feed(Detokenizer(TidyTokenizer(), [65], [" , c"]), TidyTokenizer().encode("a , b"))
+    assert texts[-1] == "a , b" and found is None
+
+
+class PartialTokenizer(ByteTokenizer):
+    """Has no token for DEL and raises, as tokenizers in Python do for a row of the logits that is padding."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        if 127 in token_ids:
+            raise IndexError("piece id is out of range")
+        return super().decode(token_ids)
+
+
+def test_a_token_that_cannot_be_decoded_is_left_out() -> None:
+    detokenizer = Detokenizer(PartialTokenizer(), [65], ["bcd"])
+    assert detokenizer.append(ord("b")) is None
+    with pytest.raises(IndexError):
+        detokenizer.append(127)
+    assert detokenizer.flush() is None and detokenizer.text == "b"
+
+
 @given(special=st.integers(0, 2), data=st.data())
 def test_smollm2_special_tokens_anywhere(smollm2_tokenizer: Any, special: int, data: st.DataObject) -> None:
     token_ids = data.draw(st.lists(st.one_of(st.just(special), st.integers(0, 800)), min_size=1, max_size=30))

@@ -1,5 +1,7 @@
 """A step that fails ends the request that makes it fail, and no other."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -84,6 +86,26 @@ def test_a_tokenizer_that_fails_ends_one_answer() -> None:
     outputs = run(engine)
     assert outputs[good].outputs[0].text == "hello world"
     assert "could not decode an answer: OverflowError: too far" in str(outputs[bad].outputs[0].error)
+
+
+@pytest.mark.parametrize("stop", [[], ["help"]])
+def test_a_token_that_cannot_be_decoded_ends_one_answer(stop: list[str]) -> None:
+    engine = make_engine("he\x7flo")
+    decode = engine._tokenizer.decode  # type: ignore[union-attr]
+
+    def decode_some(token_ids: Sequence[int], **options: bool) -> str:
+        if 127 in token_ids:
+            raise IndexError("piece id is out of range")
+        return str(decode(token_ids, **options))
+
+    engine._tokenizer.decode = decode_some  # type: ignore[union-attr]
+    good = engine.add_request([8] * 3, SamplingParams(temperature=0, detokenize=False))
+    bad = engine.add_request([9] * 3, SamplingParams(temperature=0, stop=stop))
+    outputs = run(engine)
+    assert outputs[good].outputs[0].finish_reason == "stop" and len(outputs[good].outputs[0].token_ids) == 6
+    answer = outputs[bad].outputs[0]
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("he", "error", 3)
+    assert "could not decode an answer: IndexError: piece id is out of range" in str(answer.error)
 
 
 def test_a_bad_word_without_tokens_is_refused() -> None:

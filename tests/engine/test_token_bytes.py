@@ -69,3 +69,15 @@ def test_a_token_keeps_its_space_and_a_byte_its_value() -> None:
 def test_rows_without_a_token_have_no_bytes(tokenizer: Any) -> None:
     assert TokenBytes(tokenizer).of(len(tokenizer) + 5) is None
     assert TokenBytes(None).of(3) is None
+
+
+class PythonTokenizer:
+    """A tokenizer in Python, which raises for a row of the logits that is padding."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join("ab"[token_id] for token_id in token_ids)
+
+
+def test_rows_without_a_token_of_a_tokenizer_in_python_have_no_bytes() -> None:
+    token_bytes = TokenBytes(PythonTokenizer())
+    assert token_bytes.of(1) == b"b" and token_bytes.of(2) is None

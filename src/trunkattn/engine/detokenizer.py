@@ -57,6 +57,8 @@ class Detokenizer:
         self._options = {"skip_special_tokens": skip_special_tokens}
         if not spaces_between_special_tokens:  # only tokenizers in Python know it, and others put no spaces there
             self._options["spaces_between_special_tokens"] = False
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # it takes back spaces that have been shown
+            self._options["clean_up_tokenization_spaces"] = False
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._num_before_stops = min_tokens
@@ -76,21 +78,32 @@ class Detokenizer:
         return self._text if self._complete or not self._hold else self._text[: -self._hold]
 
     def append(self, token_id: int) -> str | None:
-        """Adds a token; returns the stop string that it completed, if any. The text then ends before that string."""
+        """Adds a token; returns the stop string that it completed, if any. The text then ends before that string.
+
+        Raises:
+            Exception: what the tokenizer raises. The token is left out then.
+        """
         self._num_before_stops -= 1
         if self._silent.get(token_id):
             return None
         self._token_ids.append(token_id)
+        try:
+            return self._advance(token_id)
+        except Exception:
+            self._token_ids.pop()
+            raise
+
+    def _advance(self, token_id: int) -> str | None:
+        """Shows the text that the newest token completes."""
         decoded = self._decode(self._token_ids[self._first_needed() :])
         is_complete = not decoded.endswith(INCOMPLETE)
         if is_complete and self._first_needed() != self._start:
             decoded = self._decode(self._token_ids[self._start :])
             is_complete = not decoded.endswith(INCOMPLETE)
-        if not is_complete or len(decoded) <= len(self._context):
+        if not is_complete or self._context.startswith(decoded):
             if self._is_silent(token_id):
                 self._token_ids.pop()
             return None
-        self._start, self._read = self._read, len(self._token_ids)
         return self._extend(decoded)
 
     def flush(self) -> str | None:
@@ -116,9 +129,11 @@ class Detokenizer:
         return self._silent[token_id]
 
     def _extend(self, decoded: str) -> str | None:
-        new, searched = decoded[len(self._context) :], len(self._text)
-        self._context = self._decode(self._token_ids[self._start : self._read])
-        self._text += new
+        alone, searched = self._decode(self._token_ids[self._read :]), len(self._text)
+        # Bytes that make no character spoil those before them, too, if the vocabulary falls back to bytes. Those have
+        # been shown.
+        self._text += decoded.removeprefix(self._context) if decoded.startswith(self._context) else alone
+        self._start, self._read, self._context = self._read, len(self._token_ids), alone
         if self._num_before_stops >= 0:
             self._searched_from = len(self._text)
             return None

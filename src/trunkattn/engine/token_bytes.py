@@ -44,7 +44,10 @@ class TokenBytes:
         if token_id in self._added:
             return _encoded(self._added[token_id])
         if self._decoder is None:
-            return _encoded(self._tokenizer.decode([token_id]))  # type: ignore[union-attr]
+            try:
+                return _encoded(self._tokenizer.decode([token_id]))  # type: ignore[union-attr]
+            except Exception:  # a tokenizer in Python may raise anything for a token that it does not have
+                return None
         piece = self._tokenizer.convert_ids_to_tokens(token_id)  # type: ignore[union-attr]
         if piece is None:
             return None
