@@ -261,6 +261,19 @@ def test_n_answers_share_the_prompt() -> None:
     assert engine.stats.computed_tokens == 22 + sum(len(answer.token_ids) - 1 for answer in output.outputs)
 
 
+def test_an_answer_that_has_not_changed_is_the_same_object() -> None:
+    engine = make_engine("abcabcabc")
+    engine.add_request([65], SamplingParams(n=20, temperature=0, max_tokens=3))  # 8 of them run at once
+    first, second, third = ([answer for one in engine.step() for answer in one.outputs] for _ in range(3))
+    changed = [index for index in range(20) if second[index] is not first[index]]
+    assert changed == list(range(8))
+    assert all(third[index].text == "abc" and third[index].finish_reason == "length" for index in changed)
+    assert all(third[index] is first[index] for index in range(8, 20))
+    (last,) = (output for output in run(engine).values())
+    assert [answer.text for answer in last.outputs] == ["abc"] * 20
+    assert all(last.outputs[index] is third[index] for index in changed)
+
+
 def test_answers_that_wait_hold_no_copy_of_the_prompt() -> None:
     engine, prompt = make_engine("abc"), list(range(1, 23))
     checked = engine.check_request(prompt, SamplingParams(n=5, max_tokens=3, repetition_penalty=1.1))

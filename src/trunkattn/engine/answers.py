@@ -21,6 +21,7 @@ class Answer:
         asked = sequence.params.logprobs is not None
         self._logprobs = FlatLogprobs[dict[int, Logprob]](token_bytes) if asked else None
         self._cumulative_logprob = 0.0
+        self._output: CompletionOutput | None = None  # the newest one
 
     def _begin(self, tokenizer: Any) -> Detokenizer:
         params, end = self._sequence.params, self._sequence.num_prompt_tokens
@@ -51,12 +52,15 @@ class Answer:
         return self._detokenizer.flush()  # what was held back may have a stop string, too
 
     def output(self) -> CompletionOutput:
-        """The answer so far."""
+        """The answer so far. One that has not changed is the same object: most of many answers have ended, or wait."""
         sequence = self._sequence
+        now = sequence.num_output_tokens, sequence.finish_reason
+        if self._output is not None and (len(self._output.token_ids), self._output.finish_reason) == now:
+            return self._output
         if sequence.is_finished and self._detokenizer is not None:
             self._detokenizer.flush()
         has_logprobs = self._logprobs is not None
-        return CompletionOutput(
+        self._output = CompletionOutput(
             index=sequence.index,
             text="" if self._detokenizer is None else self._detokenizer.text,
             token_ids=list(sequence.output_token_ids),
@@ -67,6 +71,7 @@ class Answer:
             error=sequence.error,
             is_bad=sequence.is_bad,
         )
+        return self._output
 
 
 class RequestAnswers:
