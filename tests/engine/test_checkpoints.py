@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, SamplingParams
 from trunkattn.engine.model import inspect_model
@@ -53,6 +54,17 @@ def test_missing_tensors_are_refused_by_name(folder: Path) -> None:
     kept = {name: tensor for name, tensor in saved.items() if "layers.1." not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"its files lack model\.layers\.1\..* and \d more; expected every weight"):
+        LLM(folder, num_pages=16)
+
+
+def test_a_model_that_the_files_are_far_too_small_for_is_refused_before_it_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # the sizes are then those of a model of 7 billion
+    num_values = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the model is made"))
+    expected = rf"a model of 6,738,415,616 weights, and its files hold {num_values:,} numbers; expected the weights"
+    with pytest.raises(ValueError, match=expected):
         LLM(folder, num_pages=16)
 
 

@@ -202,6 +202,13 @@ def test_what_nobody_reads_is_refused_by_name(tmp_path: Path, name: str) -> None
     assert str(error.value).startswith(f"model={str(path)!r}: ")
 
 
+def test_a_header_of_a_model_that_its_tensors_are_far_too_few_for_is_refused(tmp_path: Path) -> None:
+    wide = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 4096)
+    write_gguf(tmp_path / "model.gguf", wide)
+    with pytest.raises(ValueError, match=r"describes a model of [\d,]+ weights, and its files hold [\d,]+ numbers"):
+        inspect_model(tmp_path / "model.gguf")
+
+
 def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:
     keys = {"attention.causal": 1, "expert_count": 0, "pooling_type": 0, "attention.key_length": 16}
     keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.attn_factor": 1.0}  # type: ignore

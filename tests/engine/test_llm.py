@@ -14,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
+from trunkattn.engine import llm as llm_module
 from trunkattn.engine.assembly import size_cache
 from trunkattn.engine.model import inspect_model
+from trunkattn.engine.token_rules import TokenRules
 
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 
@@ -131,6 +133,34 @@ def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
 
 
+@pytest.mark.parametrize("take", ["abort", "step"])
+def test_a_stream_whose_request_somebody_takes_away_says_so(llm: LLM, take: str) -> None:
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    _, output = next(stream)
+    if take == "abort":
+        llm.engine.abort_request(output.request_id)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    with pytest.raises(RuntimeError, match=f"request '{output.request_id}' has left the engine.*close its iterator"):
+        next(stream)
+    assert len(llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids) == 4
+
+
+def test_parameters_that_prompts_share_are_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, check = [], TokenRules.check
+
+    def note(rules: TokenRules, params: SamplingParams) -> Any:
+        checked.append(params)
+        return check(rules, params)
+
+    monkeypatch.setattr(TokenRules, "check", note)
+    params = SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=[7], n=2)
+    other = replace(params, allowed_token_ids=[8])
+    outputs = llm.generate([[1], [2], [3], [4]], [params, params, other, params])
+    assert [output.outputs[1].token_ids for output in outputs] == [[7, 7], [7, 7], [8, 8], [7, 7]]
+    assert checked == [params, other, params]
+
+
 def test_an_error_in_a_step_aborts_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(llm.model, "forward", lambda **_: 1 / 0)
@@ -231,6 +261,23 @@ def test_a_cache_takes_half_of_a_cpus_memory_at_most(
     expected = f"kv_cache_bytes={10 * page_bytes + 1}: expected at most half of the memory, {10 * page_bytes} bytes"
     with pytest.raises(ValueError, match=expected):
         size_cache(info, EngineConfig(kv_cache_bytes=10 * page_bytes + 1))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    saved = tiny_model("llama")
+    num_weights = sum(parameter.numel() for parameter in saved.reference.parameters())
+    sizes = {"SC_PHYS_PAGES": 4 * num_weights - 1, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(llm_module, "load_model", lambda *_: pytest.fail("the weights are made"))
+    expected = f"its {num_weights:,} weights take {4 * num_weights} bytes as float32, and the memory of cpu is"
+    with pytest.raises(ValueError, match=expected):
+        LLM(saved.path, num_pages=2, load_format=load_format)
+    sizes["SC_PHYS_PAGES"] += 1
+    with pytest.raises(pytest.fail.Exception, match="the weights are made"):
+        LLM(saved.path, num_pages=2, load_format=load_format)
 
 
 def test_dummy_weights_need_a_configuration_alone(tmp_path: Path, tiny_model: Callable[[str], Any]) -> None:

@@ -95,6 +95,19 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
     return num_pages, min(limit, capacity)
 
 
+def check_memory(info: ModelInfo) -> None:
+    """Raises ValueError if the memory is too small for the model's weights. None is loaded; a CPU's system would end
+    the process, or others, while they are."""
+    num_bytes, free = info.geometry.num_parameters * info.dtype.itemsize, _free_bytes(info)
+    if num_bytes > free:
+        kind = "memory" if info.device.type == "cpu" else "free memory"
+        raise ValueError(
+            f"model={str(info.files.path)!r}: its {info.geometry.num_parameters:,} weights take {num_bytes} bytes as "
+            f"{str(info.dtype).removeprefix('torch.')}, and the {kind} of {info.device} is {free} bytes; expected a "
+            f"model that fits, or the sizes of the right one in its config.json"
+        )
+
+
 def keys_per_token(info: ModelInfo) -> int | None:
     """How many keys a token attends to in the time that the rest of the model takes for it: see `StepWork.of_keys`.
 

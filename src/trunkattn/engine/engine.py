@@ -86,6 +86,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether a request has been added, and has neither finished nor been aborted."""
+        return request_id in self._requests
+
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
@@ -115,7 +119,11 @@ class Engine:
         return self._token_rules.structured_outputs
 
     def check_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str = "prompt"
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        name: str = "prompt",
+        rules: LogitsRules | None = None,
     ) -> CheckedRequest:
         """A request that can run, with all that takes time done: any thread may call it, and `add_checked` is short.
 
@@ -123,6 +131,7 @@ class Engine:
             prompt_token_ids: the prompt.
             params: how to sample.
             name: what messages call the prompt.
+            rules: what the parameters mean, of another request that has them; None: they are checked.
 
         Raises:
             PromptTooLong: a ValueError; the prompt has more tokens than fit.
@@ -130,7 +139,7 @@ class Engine:
             ImportError: the package for structured outputs is needed and missing.
         """
         limit = self.limits.max_model_len - 1
-        rules = self._token_rules.check(params)
+        rules = rules or self._token_rules.check(params)
         kept = self._token_rules.truncate(prompt_token_ids, params)
         if not 1 <= len(kept) <= limit:
             raise (PromptTooLong if kept else ValueError)(

@@ -10,9 +10,16 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils import logging
 
-from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner, size_cache
+from trunkattn.engine.assembly import (
+    attention_config,
+    check_memory,
+    keys_per_token,
+    make_cache,
+    make_runner,
+    size_cache,
+)
 from trunkattn.engine.config import EngineConfig
-from trunkattn.engine.engine import Engine
+from trunkattn.engine.engine import CheckedRequest, Engine
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
@@ -38,8 +45,7 @@ class _Prepared:
     """A checked request of one `generate` or `stream` call."""
 
     prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
+    checked: CheckedRequest
 
 
 class LLM:
@@ -84,6 +90,7 @@ class LLM:
         )
         attention_config(info, self.config)
         size_cache(info, self.config)
+        check_memory(info)
         self.info = info
         self.tokenizer = load_tokenizer(info.files)
         self.model = load_model(info, config.quantization)
@@ -249,7 +256,7 @@ class LLM:
         try:
             with held_interrupts(), self._turn:
                 for position, request in enumerate(prepared):
-                    positions[self.engine.add_request(request.token_ids, request.params, request.prompt)] = position
+                    positions[self.engine.add_checked(request.checked, request.prompt)] = position
             while positions:
                 for output in self._next_outputs(positions):
                     position = positions[output.request_id]
@@ -269,6 +276,13 @@ class LLM:
             self._end_abandoned()
             if not any(request_id in self._unfetched for request_id in positions):
                 self._unfetched.update((output.request_id, output) for output in self.engine.step())
+            for request_id in positions:
+                if request_id not in self._unfetched and not self.engine.is_unfinished(request_id):
+                    raise RuntimeError(
+                        f"request {request_id!r} has left the engine, and its answer went to somebody else: expected "
+                        f"that nobody aborts requests of generate, chat and stream or calls the engine's step; to end "
+                        f"a prompt, close its iterator"
+                    )
             return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
 
     def _end_abandoned(self) -> None:
@@ -296,12 +310,14 @@ class LLM:
             raise TypeError(f"sampling_params={sampling_params!r}: expected SamplingParams or a list of them")
         if len(params) != len(each):
             raise ValueError(f"sampling_params has {len(params)} items: expected one for each of {len(each)} prompts")
-        prepared = []
+        prepared: list[_Prepared] = []
+        known: CheckedRequest | None = None  # the newest one: prompts often share their parameters
         for position, (prompt, one) in enumerate(zip(each, params, strict=True)):
             name = f"prompts[{position}]"
             if not isinstance(one, SamplingParams):
                 raise TypeError(f"sampling_params[{position}]={one!r}: expected SamplingParams")
             text, token_ids = tokenize_prompt(self.tokenizer, prompt, name)
-            self.engine.check_request(token_ids, one, name)
-            prepared.append(_Prepared(text, token_ids, one))
+            rules = known.rules if known is not None and known.params is one else None
+            known = self.engine.check_request(token_ids, one, name, rules)
+            prepared.append(_Prepared(text, known))
         return prepared

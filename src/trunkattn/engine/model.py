@@ -52,6 +52,7 @@ KV_DTYPES = MappingProxyType(
 KNOWN_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 DUMMY_SEED = 0
 MOST_NAMES = 4  # in a message
+MOST_MISSING = 2  # times as many weights as its files hold, for a model that is tried
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def inspect_model(
         reasons = [f"its configuration cannot be read as one for all layers ({type(error).__name__})"]
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
+    if load_format != "dummy":
+        _check_size(files, geometry.num_parameters)
     torch_dtype = _dtype(dtype, config, torch_device)
     kv_dtype = KV_DTYPES[kv_cache_dtype]
     return ModelInfo(
@@ -179,6 +182,21 @@ def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"model={str(files.path)!r}: transformers has no model of type {config['model_type']!r}, and the folder's "
             f"own Python does not run without leave; set trust_remote_code=True if you trust it"
+        )
+
+
+def _check_size(files: ModelFiles, num_parameters: int) -> None:
+    """Raises ValueError if the files hold far fewer numbers than the model has weights. transformers makes all weights
+    that are missing before it names them, which a few may be."""
+    if files.gguf_file is None:
+        num_values = files.num_values()
+    else:
+        num_values = sum(math.prod(tensor.shape) for tensor in read_header(files.path).tensors.values())
+    if num_parameters > MOST_MISSING * num_values:
+        raise ValueError(
+            f"model={str(files.path)!r}: its configuration describes a model of {num_parameters:,} weights, and its "
+            f"files hold {num_values:,} numbers; expected the weights of that model, so correct the sizes in its "
+            f"config.json, or copy the files again"
         )
 
 

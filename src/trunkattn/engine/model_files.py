@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -76,6 +77,14 @@ class ModelFiles:
         """Keywords of transformers' `from_pretrained`: read this folder, nothing from a network, and ask nobody."""
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
+
+    def num_values(self) -> int:
+        """Numbers in the tensors of the folder's safetensors files."""
+        count = 0
+        for path in {*self.tensors.values()}:
+            with safe_open(path, framework="pt") as file:
+                count += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 no mapping
+        return count
 
     @contextmanager
     def readable(self, what: str, expected: str) -> Iterator[Path]:

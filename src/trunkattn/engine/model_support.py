@@ -56,10 +56,17 @@ PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no valu
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """The attention of a whole model: one geometry for all layers, and a window for each."""
+    """The attention of a whole model: one geometry for all layers, and a window for each; and the model's size.
+
+    Attributes:
+        layer: the attention of each layer.
+        windows: sliding window of each layer, None for full attention.
+        num_parameters: numbers in all weights of the model; those that are tied count once.
+    """
 
     layer: LayerAttention
     windows: tuple[int | None, ...]
+    num_parameters: int
 
     @property
     def num_layers(self) -> int:
@@ -81,7 +88,7 @@ def probe_attention(
     """
     probe = AttentionProbe()
     try:
-        _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
+        num_parameters = _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
     except UnsupportedAttention as reason:
         return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
@@ -101,7 +108,7 @@ def probe_attention(
         return None, [f"its configuration has attn_logit_softcapping={soft_cap}, which its code does not apply"]
     windows = tuple(found.sliding_window for found in in_order)
     reasons = _cache_reasons(config, windows)
-    return (None, reasons) if reasons else (AttentionGeometry(layer, windows), [])
+    return (None, reasons) if reasons else (AttentionGeometry(layer, windows, num_parameters), [])
 
 
 def _differences(layers: Collection[LayerAttention]) -> str:
@@ -207,12 +214,14 @@ class _NothingFound(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> None:
+def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> int:
+    """Shows the probe the model's attention; returns the number of its parameters."""
     with torch.device("meta"), torch.inference_mode(), _NothingFound():
         # On the meta device some grouped matrix products exist for bfloat16 only.
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         _check_rotation(model, config)
         _check_norms(model, config)
@@ -226,6 +235,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
             logits_to_keep=token_ids[0, :1],
             trunk_step=probe,
         )
+    return num_parameters
 
 
 def _check_rotation(model: nn.Module, config: PretrainedConfig) -> None:
