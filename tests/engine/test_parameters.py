@@ -104,9 +104,13 @@ def test_prompt_logprobs_are_the_models(llm: LLM, small: LLM, tiny_model: Callab
     assert cached.num_cached_tokens == 28, "what such a request computes is reused by others"
 
 
-def test_a_step_holds_few_rows_of_prompt_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["chunked_prefill", "prefill_first"])
+def test_a_step_holds_few_rows_of_prompt_logits(
+    llm: LLM, tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
     expected = llm.generate(PROMPTS, params)
+    llm = LLM(tiny_model("llama").path, page_size=4, num_pages=128, scheduler_policy=policy)
     rows: list[int] = []
     execute = llm.engine.runner.execute
 

@@ -238,7 +238,8 @@ class Scheduler:
             batch: receives their chunks.
             budget: what is left of the step's.
             chunked: the last sequence may start with only the rest of the budget. Otherwise only whole ones start, and
-                the first of a batch may exceed the budget.
+                the first of a batch may exceed the budget. Either way a prompt whose every logits are asked for may
+                start with a part.
         """
         in_flight = PagesInFlight(self.cache.page_size)
         if self.cache.enable_prefix_caching:
@@ -273,7 +274,8 @@ class Scheduler:
         num_tokens = request.num_tokens - cached
         if chunked:
             most = max(1, budget.prices.most_tokens(cached, budget.work))
-            num_tokens = self._within_logits(request, min(num_tokens, budget.tokens, most), batch)
+            num_tokens = min(num_tokens, budget.tokens, most)
+        num_tokens = self._within_logits(request, num_tokens, batch)
         is_over = num_tokens > budget.tokens and bool(batch.chunks)
         if is_over or not self.cache.can_extend(request.request_id, request.num_tokens):
             self.cache.free(request.request_id)
