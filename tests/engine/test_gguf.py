@@ -209,6 +209,20 @@ def test_a_header_of_a_model_that_its_tensors_are_far_too_few_for_is_refused(tmp
         inspect_model(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("blk.0.attn_norm.weight", "blk.1.attn_norm.weight"),
+        ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"),
+    ],
+)
+def test_a_name_that_a_file_has_twice_is_refused(tmp_path: Path, name: str, other: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(other.encode(), name.encode()))
+    with pytest.raises(ValueError, match=f"it has the (tensor|key) {name} twice; expected one value for each name"):
+        inspect_model(path)
+
+
 def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:
     keys = {"attention.causal": 1, "expert_count": 0, "pooling_type": 0, "attention.key_length": 16}
     keys |= {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.attn_factor": 1.0}  # type: ignore

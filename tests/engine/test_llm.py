@@ -63,6 +63,7 @@ BAD_CALLS: list[tuple[Any, Any, str]] = [
         SHORT,
         "expected only prompt or prompt_token_ids, because nothing reads",
     ),
+    ([[1], {"prompt_token_ids": "ab"}], SHORT, "prompts[1].prompt_token_ids='ab': expected a list of token ids"),
     ([[1], {5: 6, "prompt": "a"}], SHORT, "prompts[1] has the keys [5, 'prompt']"),
     ([[1], [2]], [SHORT], "sampling_params has 1 items: expected one for each of 2 prompts"),
     ([[1], [2]], [SHORT, {"n": 1}], "sampling_params[1]={'n': 1}: expected SamplingParams"),

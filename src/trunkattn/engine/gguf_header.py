@@ -96,6 +96,8 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
     keys: dict[str, Any] = {}
     for _ in range(num_keys):
         name = cursor.string()
+        if name in keys:
+            raise ValueError(f"it has the key {name} twice; expected one value for each name")
         keys[name] = cursor.value(cursor.number("I"))
     if "general.architecture" not in keys:
         raise ValueError("it has no key general.architecture")
@@ -108,6 +110,8 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
             raise ValueError(
                 f"its tensor {name} has GGML type {kind}, which the package gguf does not know; upgrade it"
             )
+        if name in tensors:
+            raise ValueError(f"it has the tensor {name} twice; expected one value for each name")
         block, block_bytes = sizes[kind]
         tensors[name] = GgufTensor(shape, kind, start + offset, prod(shape) // block * block_bytes)
         if tensors[name].begin + tensors[name].num_bytes > len(data):

@@ -111,7 +111,11 @@ def tokenize_prompt(tokenizer: Any | None, prompt: object, name: str) -> tuple[s
                 f"{name} has the keys {[*prompt]}: expected only prompt or prompt_token_ids, because nothing reads "
                 f"{shown(others[0])}"
             )
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if isinstance(token_ids := prompt.get("prompt_token_ids"), str):
+            raise TypeError(
+                f"{name}.prompt_token_ids={shown(token_ids)}: expected a list of token ids; give a text as prompt"
+            )
+        prompt = prompt.get("prompt", token_ids)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name}={shown(prompt)}: expected token ids, because the model folder has no tokenizer")
