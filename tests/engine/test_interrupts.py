@@ -29,7 +29,7 @@ def _interrupts_raise() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("method", ["step", "add_request"])
+@pytest.mark.parametrize("method", ["step", "add_checked"])
 def test_an_interrupt_waits_for_the_end_of_the_step(
     tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

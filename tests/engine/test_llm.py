@@ -17,7 +17,9 @@ from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine import llm as llm_module
 from trunkattn.engine.assembly import size_cache
 from trunkattn.engine.model import inspect_model
+from trunkattn.engine.scheduler import ScheduledBatch
 from trunkattn.engine.token_rules import TokenRules
+from trunkattn.kv_cache.manager import CacheManager
 
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 
@@ -131,6 +133,32 @@ def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     next(stream)
     assert llm.engine.has_unfinished
     stream.close()
+    assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_an_error_in_a_step_ends_the_call_that_causes_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, guilty: int
+) -> None:
+    execute, prompts = llm.engine.runner.execute, ([4, 5], [6, 7])
+    expected = [llm.generate(prompt, SHORT)[0].outputs[0].token_ids for prompt in prompts]
+
+    def guarded(batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
+        if any(chunk.request.token_ids[0] == prompts[guilty][0] for chunk in batch.chunks):
+            raise MemoryError("out of luck")
+        return execute(batch, cache)
+
+    first, second = (llm.stream([prompt], SHORT) for prompt in prompts)
+    next(first), next(second)
+    monkeypatch.setattr(llm.engine.runner, "execute", guarded)
+    if guilty == 0:
+        with pytest.raises(MemoryError, match="out of luck"):
+            list(first)
+        assert list(second)[-1][1].outputs[0].token_ids == expected[1]
+    else:
+        assert list(first)[-1][1].outputs[0].token_ids == expected[0]
+        answer = list(second)[-1][1].outputs[0]
+        assert answer.finish_reason == "error" and "MemoryError: out of luck" in str(answer.error)
     assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
 
 

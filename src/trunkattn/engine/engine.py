@@ -80,7 +80,7 @@ class Engine:
         self._stats = EngineStats()
         self._num_arrivals = 0
         self._suspects = Suspects()
-        self._failed: set[str] = set()  # requests of the last step, if it failed
+        self._failed: set[str] = set()  # see `failed_requests`
 
     @property
     def has_unfinished(self) -> bool:
@@ -89,6 +89,11 @@ class Engine:
     def is_unfinished(self, request_id: str) -> bool:
         """Whether a request has been added, and has neither finished nor been aborted."""
         return request_id in self._requests
+
+    @property
+    def failed_requests(self) -> frozenset[str]:
+        """The requests of the last step, if it failed and `blame` has not been called since."""
+        return frozenset(self._failed)
 
     @property
     def stats(self) -> EngineStats:
@@ -238,6 +243,7 @@ class Engine:
         """Computes one batch; returns the requests that got a token. After an error the requests of the batch hold no
         page and wait to be recomputed; `blame` finds the one that caused it."""
         started = time.monotonic()
+        self._failed = set()
         batch = self.scheduler.schedule(only=self._suspects.group(self._requests))
         if not batch.chunks:
             return []

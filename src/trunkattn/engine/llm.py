@@ -275,7 +275,7 @@ class LLM:
         with held_interrupts(), self._turn:
             self._end_abandoned()
             if not any(request_id in self._unfetched for request_id in positions):
-                self._unfetched.update((output.request_id, output) for output in self.engine.step())
+                self._unfetched.update((output.request_id, output) for output in self._step(positions))
             for request_id in positions:
                 if request_id not in self._unfetched and not self.engine.is_unfinished(request_id):
                     raise RuntimeError(
@@ -284,6 +284,19 @@ class LLM:
                         f"a prompt, close its iterator"
                     )
             return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
+
+    def _step(self, own: Mapping[str, int]) -> list[RequestOutput]:
+        """The outputs of a step. An error that may be other calls' is raised only when it is clear that a request of
+        this call causes it; one of another call ends with the error."""
+        try:
+            return self.engine.step()
+        except Exception as error:
+            if self.engine.failed_requests <= own.keys():
+                raise
+            outputs = self.engine.blame(error)
+            if any(output.request_id in own for output in outputs):
+                raise
+            return outputs
 
     def _end_abandoned(self) -> None:
         """Ends the requests that nobody waits for, and frees their pages. In a turn."""
