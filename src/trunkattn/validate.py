@@ -1,14 +1,17 @@
 """Checks of single values that every part of the library shares."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from numbers import Integral, Real
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 # The positive normal numbers of float32, up to a power of two whose product with log2(e) is still one of them, because
 # kernels compute in base 2. torch has these limits, too, but a command checks its options before torch is loaded.
 _SMALLEST: Final = 2.0**-126
 _LARGEST: Final = 2.0**127
+_SOME_ADDRESS: Final = 1 << 62  # far from both ends of what an address can be
+_MOST_WORK: Final = 100_000  # cases, about 10 ms; interleaved caches and columns of a buffer take one
 _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits
 
 
@@ -99,27 +102,45 @@ def check_apart(name: str, tensor: Any) -> None:
 
 
 def check_disjoint(name: str, tensor: Any, others: Iterable[tuple[str, Any]]) -> None:
-    """Raises ValueError if a tensor that is written to has an element where one of others, named, has one."""
+    """Raises ValueError if a tensor that is written to has an element where one of others, named, has one, or if that
+    takes too long to find out."""
     begin = tensor.data_ptr()
     end = begin + tensor.untyped_storage().nbytes()  # none of the tensor's elements is farther on
     for other_name, other in others:
         first = other.data_ptr()
         is_near = first < end and begin < first + other.untyped_storage().nbytes()
-        if is_near and _share_memory(tensor, other):
+        if is_near and _share_memory(_Layout.of(tensor), _Layout.of(other), first - begin):
             raise ValueError(f"{name} lies in the memory of {other_name}: expected memory of its own")
 
 
-def _share_memory(tensor: Any, other: Any) -> bool:
-    """Whether two tensors share an element. Those that interleave, such as columns of one buffer, share none. NumPy
-    solves the equation of their strides and reads no memory, so tensors may lie on a GPU."""
+class _Layout(NamedTuple):
+    """The sizes of a tensor, its strides in bytes, and the bytes of an element."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> "_Layout":
+        return cls(tuple(tensor.shape), tuple(stride * tensor.itemsize for stride in tensor.stride()), tensor.itemsize)
+
+
+@lru_cache  # a step asks the same of each layer, and each answer takes as long as several launches
+def _share_memory(one: _Layout, other: _Layout, distance: int) -> bool:
+    """Whether two tensors share an element, the first elements of which lie a number of bytes apart. Those that
+    interleave, such as columns of one buffer, share none. NumPy solves the equation of their strides and reads no
+    memory, so tensors may lie on a GPU. Where strides have nothing in common, solving it could take for ever, and the
+    answer is yes after a while."""
     import numpy as np  # rarely asked for
 
     arrays = []
-    for each in (tensor, other):
-        strides = tuple(stride * each.itemsize for stride in each.stride())
-        interface = {"shape": tuple(each.shape), "strides": strides, "typestr": f"|V{each.itemsize}", "version": 3}
-        arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface | {"data": (each.data_ptr(), True)})))
-    return np.shares_memory(arrays[0], arrays[1])
+    for layout, address in ((one, _SOME_ADDRESS), (other, _SOME_ADDRESS + distance)):
+        interface = {"shape": layout.shape, "strides": layout.strides, "typestr": f"|V{layout.itemsize}", "version": 3}
+        arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface | {"data": (address, True)})))
+    try:
+        return np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
 
 
 def check_plain(name: str, tensor: Any) -> None:

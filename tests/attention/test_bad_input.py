@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, inputs
+from trunkattn import AttentionConfig, BatchAttention, Capacity, inputs, validate
 
 GOOD = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
 NUM_PAGES = 8
@@ -349,6 +349,15 @@ def test_an_out_in_memory_that_is_read_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"out lies in the memory of {name}: expected memory of its own"):
         attention.run(plan, **given, out=across)
     assert torch.equal(attention.run(plan, **given, out=apart), expected)  # type: ignore[arg-type]
+
+
+def test_an_out_whose_place_takes_too_long_to_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides that have nothing in common make the question hard. Here one try is allowed, and no element is shared."""
+    attention, buffer = BatchAttention(GOOD, "cpu"), torch.zeros(8192)
+    out, cache = buffer.as_strided(Q.shape, (2096, 518, 30)), buffer.as_strided(CACHE.shape, (274, 61, 28, 1), 38)
+    monkeypatch.setattr(validate, "_MOST_WORK", 1)
+    with pytest.raises(ValueError, match="out lies in the memory of k_cache: expected memory of its own"):
+        attention.run(attention.plan(**STEP), **RUN | {"k_cache": cache}, out=out)
 
 
 def test_an_out_in_a_latent_cache_is_refused() -> None:

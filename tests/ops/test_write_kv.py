@@ -90,6 +90,7 @@ def test_no_token_writes_nothing(num_pages: int) -> None:
 
 K, V = random_kv(3)
 K_CACHE, V_CACHE = empty_caches("plain", torch.float32)
+MORE = torch.zeros(NUM_PAGES + 1, PAGE_SIZE, NUM_HEADS, HEAD_DIM)
 SLOTS = torch.tensor([0, -1, 23])
 
 
@@ -128,6 +129,7 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"v": K_CACHE.view(-1, 2, 8)[:3, :, 3:]}, ValueError, "k_cache lies in the memory of v"),
         ({"slot_mapping": V_CACHE.view(-1)[:6].view(torch.int64)}, ValueError, "v_cache lies in the memory of slot_"),
         ({"v": K, "v_cache": K_CACHE}, ValueError, "v_cache lies in the memory of k_cache"),
+        ({"v": K, "v_cache": MORE[1:], "k_cache": MORE[:-1]}, ValueError, "v_cache lies in the memory of k_cache"),
         ({"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, r"v_cache has .*strides .*: expected .*last contiguous"),
     ],
 )
