@@ -237,6 +237,26 @@ def test_what_is_not_finite_stays_with_those_that_see_it(policy: str, value: flo
         assert not out[own].isfinite().all() or (name == "k" and math.isinf(value)), name
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torch.dtype, value: float) -> None:
+    """Two requests read a trunk together, and the window of the longer one begins later."""
+    config = AttentionConfig(2, 1, 16, 4, torch.float32, kv_dtype=dtype, policy="cascade")
+    attention, generator = BatchAttention(config, "cpu"), torch.Generator().manual_seed(0)
+    table = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 5, 6, 7]], dtype=torch.int32)
+    plan = attention.plan(table, torch.tensor([17, 27], dtype=torch.int32), None, 14)
+    q = torch.randn(2, 2, 16, generator=generator)
+    k_cache, v_cache = (torch.randn(8, 4, 1, 16, generator=generator).to(dtype) for _ in range(2))
+    clean = attention.run(plan, q, k_cache, v_cache)
+    for cache in (k_cache, v_cache):
+        before = cache.clone()
+        cache[1, 1, 0, 3] = value  # token 5: the shorter request sees tokens from 3 on, the longer one from 13 on
+        out = attention.run(plan, q, k_cache, v_cache)
+        assert torch.equal(out[1], clean[1])  # type: ignore[arg-type]
+        assert not out[0].isfinite().all() or cache is k_cache  # a key of -inf may be one that nobody wants
+        cache.copy_(before)
+
+
 def test_threads_of_torch_stay_as_they_are() -> None:
     """Numba's threads are those of the same pool, and start with the first run."""
     code = (

@@ -171,7 +171,8 @@ def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits,
         _soft_cap(ws, tokens * lanes, soft_cap)
     last = first + tokens
     outside = first < keys.start or last > keys.end
-    if outside or last - 1 > queries.first_position or first <= queries.last_position - shape.window:
+    leaves_window = first <= queries.last_position - shape.window
+    if outside or last - 1 > queries.first_position or leaves_window:
         _mask(ws, lanes, queries.rows, first, tokens, keys.start, keys.end, shape.window)
     _online_softmax(ws, lanes, tokens)
     rescale = array_at(ws.rescale, np.float32)
@@ -181,9 +182,11 @@ def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits,
             for d in range(width):
                 acc[d] *= factor
     values, offsets = as_float32(v_elements, staged_values), ws.value_offsets
-    if narrow or width != shape.head_dim_v:
+    if narrow or width != shape.head_dim_v or leaves_window:
         values, offsets = staged_values, ws.staged_value_offsets
         _stage(values, offsets, v_elements, ws.value_offsets, tokens, shape.head_dim_v, width, shape.kv_kind)
+    if leaves_window:
+        _add_infinite(ws, lanes, queries.rows, width, first, tokens, keys.start, keys.end, shape.window)
     _outputs(ws, values, offsets, queries.rows, lanes, width, tokens)
 
 
@@ -285,6 +288,27 @@ def _mask(ws, lanes, rows, first, tokens, start, end, window):
         for m in range(rows):
             if outside or token > positions[m] or token <= positions[m] - window:
                 scores[t * lanes + m] = -np.inf
+
+
+@njit(inner=True, fastmath={"contract", "reassoc"})
+def _add_infinite(ws, lanes, rows, width, first, tokens, start, end, window):
+    """Takes staged values that are not finite out of a block whose first keys some rows no longer see, and adds them to
+    the rows that see them. The product of a weight of 0 and such a value is NaN, and rows may be of several requests."""
+    p, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
+    for t in range(tokens):
+        token, value = first + t, array_at(ws.values + 4 * t * width, np.float32)
+        zero = np.float32(0.0)
+        for d in range(width):
+            zero += value[d] * np.float32(0.0)
+        if zero == 0:
+            continue
+        for m in range(rows):
+            if start <= token < end and positions[m] - window < token <= positions[m]:
+                acc = array_at(ws.acc + 4 * m * width, np.float32)
+                for d in range(width):
+                    acc[d] += p[t * lanes + m] * value[d]
+        for d in range(width):
+            value[d] = np.float32(0.0)
 
 
 @njit(inner=True, fastmath={"contract", "nsz"})

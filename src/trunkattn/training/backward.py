@@ -61,6 +61,7 @@ def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.const
     and dlse."""
     out = load_tile(tensors.out + at, first, token_stride, length, BLOCK, WIDTH, True)
     dout = load_tile(tensors.dout + at, first, token_stride, length, BLOCK, WIDTH, True)
+    dout = tl.where(out == 0.0, out, dout)  # It may be NaN where a query sees no key, whose out is 0.
     if tensors.out.dtype.element_ty == tl.float32:  # It is summed as dout vᵀ is, so that both cancel for one key.
         products = tl.dot(dout, tl.trans(out), input_precision="ieee")
         diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]

@@ -116,7 +116,8 @@ def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) ->
     q, k, v, out, lse, *options = saved
     given = _sequences(*options)
     heads = q.shape[-2]
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    seen_dout = dout.masked_fill(out == 0, 0.0)  # dout may be NaN where out is 0 because a query sees no key
+    delta = (seen_dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     delta = delta if dlse is None else delta - dlse.transpose(-1, -2)
     delta = delta.masked_fill(lse.transpose(-1, -2) == -math.inf, 0.0)  # dlse may be NaN there
     rows_of = (delta[..., None], lse.transpose(-1, -2)[..., None], dout)
