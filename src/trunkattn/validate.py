@@ -138,7 +138,7 @@ def _share_memory(one: _Layout, other: _Layout, distance: int) -> bool:
         interface = {"shape": layout.shape, "strides": layout.strides, "typestr": f"|V{layout.itemsize}", "version": 3}
         arrays.append(np.asarray(SimpleNamespace(__array_interface__=interface | {"data": (address, True)})))
     try:
-        return np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)
+        return np.shares_memory(arrays[0], arrays[1], max_work=_MOST_WORK)  # type: ignore[arg-type]  # its types know -1, 0
     except np.exceptions.TooHardError:
         return True
 

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import gzip
 import json
 import os
 import random
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from trunkattn.analysis.files import files_of
+from trunkattn.analysis.files import contents_of, files_of
 from trunkattn.analysis.formats.base import epoch_seconds
 from trunkattn.analysis.formats.table import FORMATS
 from trunkattn.analysis.reading import read_log
@@ -122,6 +123,19 @@ def test_a_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path)
     assert files_of(tmp_path) == [real]
     assert len(read_log(tmp_path).requests) == 1
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.txt"])
+def test_a_log_beside_its_compressed_copy_is_read_once(tmp_path: Path, name: str) -> None:
+    """A copy is told by its name and by what it holds: an older log may have the same name."""
+    real = written(tmp_path / name, {"prompt": "a b c"})
+    copy = tmp_path / f"{name}.gz"
+    copy.write_bytes(gzip.compress(real.read_bytes()))
+    counted: list[int] = []
+    assert len(list(contents_of(tmp_path, counted.append).lines)) == 1
+    assert sum(counted) == sum(file.stat().st_size for file in (real, copy))
+    copy.write_bytes(gzip.compress(json.dumps({"prompt": "d e f"}).encode()))
+    assert len(list(contents_of(tmp_path).lines)) == 2
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Trees through cuDNN's flex_attention: its intervals on a CPU, and its call with a stand-in that computes them."""
 
 import sys
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,15 @@ from trunkattn import PrefixTree
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import spec
+from trunkattn.training.checks import Options
 from trunkattn.training.cudnn_trees import attend, intervals
 from trunkattn.training.spec import TrainingConfig
 
 from .test_prefix_tree import inputs, textbook, trees, with_gradients
 
 BF16 = torch.bfloat16
+OPTIONS = Options(**dict.fromkeys(Options._fields))
+flash_module = import_module("trunkattn.training.flash_attention")
 
 
 def union(ends: torch.Tensor) -> torch.Tensor:
@@ -102,6 +106,22 @@ def test_who_computes_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why(options=("sinks",)) == "sinks is given: cuDNN's flex_attention has none"
     monkeypatch.setattr(spec, "version", lambda _: "1.9.1")
     assert why().startswith("nvidia-cudnn-frontend is version 1.9: expected 1.32 or later; pip install")
+
+
+def test_a_tree_of_many_levels_goes_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask would be larger than the tensors. The choice is asked for, and nothing is launched."""
+    asked: list[TrainingConfig] = []
+    monkeypatch.setattr(flash_module, "_chosen", lambda work, config, device: asked.append(config))
+    qkv: Any = SimpleNamespace(is_cuda=True, shape=(1, 2, 128), dtype=BF16, device=torch.device("cuda", 0))
+    for levels in (spec.CUDNN_LEVELS, spec.CUDNN_LEVELS + 1):
+        tree = PrefixTree.from_segments(range(-1, levels - 1), [1] * levels)
+        assert tree.num_levels == levels
+        flash_module._whole_kernel(qkv, qkv, qkv, OPTIONS._replace(tree=tree))
+    monkeypatch.setattr(spec, "version", lambda _: "1.32.0")
+    with card((9, 0)):
+        choices = [choose(Work.TREE, config, card_at(torch.device("cuda", 0))) for config in asked]
+    assert choices[0].kernel is not None
+    assert choices[1].reasons == ("a tree of more than 1024 levels is given: cuDNN's flex_attention has none",)
 
 
 def test_an_unaligned_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,21 @@ def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(packed: bool) 
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
 
 
+@pytest.mark.parametrize("mask", [{"causal": True}, {"sliding_window": 1}])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_reaches_nothing(mask: dict[str, Any]) -> None:
+    """The output there is 0 whatever the sink is."""
+    q, k, v, dout, _ = TrainingCase(((5, 2),), False, True, (2, 1), 8).inputs
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, torch.tensor([0.5, -1.0]))]
+    out = flash_attention(*leaves[:3], sinks=leaves[3], **mask)
+    sees_nothing = out.detach() == 0
+    assert sees_nothing[0, :, 0, 0].tolist() == [True, True, True, False, False]
+    expected, found = (
+        torch.autograd.grad(out, leaves, dout.masked_fill(sees_nothing, value), retain_graph=True)
+        for value in (0.0, math.nan)
+    )
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True)) and expected[3].all()
+
+
 def test_what_inference_mode_has_made_trains() -> None:
     """Autograd saves no tensor of inference mode: lengths and sinks of a collator, or keys of a frozen part."""
     sums = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), PACKED.cu_seqlens, strict=True))

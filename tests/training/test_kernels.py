@@ -165,6 +165,20 @@ def test_a_gradient_that_is_nan_where_nothing_is_seen_stays_there(deterministic:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gradient_that_is_nan_where_nothing_is_seen_reaches_no_sink(dtype: torch.dtype) -> None:
+    inputs = TrainingCase(((5, 2),), False, True, (2, 1), 16).inputs
+    q, k, v, dout = (tensor.to(dtype) for tensor in inputs[:4])
+    sequences = Sequences(True, 0.3, sinks=torch.tensor([0.5, -1.0]))
+    out, lse = forward(q, k, v, sequences, SQUARE)
+    tiles = dict.fromkeys(("keys", "queries", "one_pass"), SQUARE)
+    expected, found = (
+        backward((dout.masked_fill(out == 0, value), None), (q, k, v, out, lse), sequences, False, tiles)[3]
+        for value in (0.0, math.nan)
+    )
+    assert torch.equal(expected, found) and expected.all() and (out[0, :3] == 0).all()
+
+
 @pytest.mark.parametrize("far", ["q", "k"])
 def test_heads_may_lie_more_than_2_to_the_31_elements_apart(far: str) -> None:
     """Most of the memory between them is never touched, so that it costs nothing."""

@@ -87,7 +87,7 @@ def contents_of(path: Path, read: Read = lambda count: None) -> Contents:
 def _chained(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
     """Lines of all files, counted on from file to file."""
     before = 0
-    for file in files:
+    for file in _without_copies(files, read):
         number = 0
         for line in _of_file(file, read).lines:
             number = line.number if isinstance(line, Line) else line.line
@@ -100,7 +100,7 @@ def _chained(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
 
 def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
     """Each file is one prompt."""
-    for number, file in enumerate(files, start=1):
+    for number, file in enumerate(_without_copies(files, read), start=1):
         try:
             with _opened(file, read) as stream:
                 text = stream.read().decode("utf-8")
@@ -108,6 +108,28 @@ def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
             yield SkippedLine(number, "it is not a text in UTF-8")
             continue
         yield Line(number, {"prompt": text}) if text else SkippedLine(number, "it is empty")
+
+
+def _without_copies(files: list[Path], read: Read) -> Iterator[Path]:
+    """The files, but one of those that hold the same and have one name but for compression, such as a.log and
+    a.log.gz. The bytes of others count as read."""
+    by_name: dict[Path, list[Path]] = {}
+    for file in files:
+        known = by_name.setdefault(file.with_suffix("") if file.suffix.lower() in COMPRESSED else file, [])
+        if any(_holds_the_same(file, other) for other in known):
+            read(file.stat().st_size)
+            continue
+        known.append(file)
+        yield file
+
+
+def _holds_the_same(file: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes once they are decompressed."""
+    with _opened(file, lambda count: None) as first, _opened(other, lambda count: None) as second:
+        while (part := first.read(_READ_BYTES)) == second.read(_READ_BYTES):
+            if not part:
+                return True
+    return False
 
 
 def _of_file(file: Path, read: Read) -> Contents:

@@ -293,7 +293,7 @@ def _mask(ws, lanes, rows, first, tokens, start, end, window):
 @njit(inner=True, fastmath={"contract", "reassoc"})
 def _add_infinite(ws, lanes, rows, width, first, tokens, start, end, window):
     """Takes staged values that are not finite out of a block whose first keys some rows no longer see, and adds them to
-    the rows that see them. The product of a weight of 0 and such a value is NaN, and rows may be of several requests."""
+    the rows that see them. A weight of 0 times such a value is NaN, and rows may be of several requests."""
     p, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
     for t in range(tokens):
         token, value = first + t, array_at(ws.values + 4 * t * width, np.float32)

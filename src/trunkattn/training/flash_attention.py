@@ -132,6 +132,8 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
     given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
     if tree is None and options.causal and q.shape[1] != k.shape[1]:
         given.append(spec.UNEVEN)
+    if tree is not None and tree.num_levels > spec.CUDNN_LEVELS:
+        given.append(spec.DEEP)
     config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], tuple(given), q.shape[-2] != k.shape[-2])
     return _chosen(Work.BATCH if tree is None else Work.TREE, config, q.device)
 

@@ -205,7 +205,7 @@ class PrefixTree:
     @property
     def num_levels(self) -> int:
         """The number of segments on the longest path from a root to a leaf."""
-        return int(self._segments[:, 3].max()) + 1
+        return self.cached("num_levels", lambda: int(self._segments[:, 3].max()) + 1)
 
     @property
     def num_sequences(self) -> int:
@@ -254,6 +254,11 @@ class PrefixTree:
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and other processes, without tables on devices, which belong to this process."""
         return self.__dict__ | {"_cache": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The state of a copy, on the CPU: torch.load puts tensors where its map_location says."""
+        tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.__dict__.update(state | tensors)
 
     def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
         """Packs the tree: its tokens, their positions, and the weights with which the packed loss equals that of all

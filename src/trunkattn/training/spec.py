@@ -46,6 +46,9 @@ _TORCH_CUDNN: Final = "PyTorch's cuDNN attention"
 _NARROW: Final = 64  # head_dim up to which the Hopper backward pass is taken without groups, too
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
+# Its mask has 8 bytes for each token and level. With more levels it is larger than the queries of 32 heads of 128.
+CUDNN_LEVELS: Final = 1024
+DEEP: Final = f"a tree of more than {CUDNN_LEVELS} levels"  # beside arguments of `flash_attention` among options
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
 _CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave no shared memory for values beyond 96
 
