@@ -19,6 +19,7 @@ from trunkattn.inputs import (
     check_step,
     of_layer,
 )
+from trunkattn.interrupts import held_interrupts
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.work_list import PlanStats
@@ -211,8 +212,9 @@ class BatchAttention:
             if chunks is not None:
                 check_chunks(chunks, inputs, self.config.page_size, self.capacity)
             return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
-        (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
-        return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
+        with held_interrupts():  # compiled functions that return arrays may crash when they are interrupted
+            (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
+            return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
 
     def overlaps(self, chunks: PromptChunks) -> bool:
         """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster

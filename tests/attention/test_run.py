@@ -4,10 +4,12 @@ import copy
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch
 from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.config import POLICIES
+from trunkattn.planner.planner import Planner
 
 from .cases import Step, random_step
 
@@ -255,6 +258,28 @@ def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torc
         assert torch.equal(out[1], clean[1])  # type: ignore[arg-type]
         assert not out[0].isfinite().all() or cache is k_cache  # a key of -inf may be one that nobody wants
         cache.copy_(before)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled functions that return arrays crash in one of some thousand interrupts."""
+    attention, step, planned = make_attention(), one_step(), list[Any]()
+    expected = step.run(attention, step.plan(attention))[0]
+    plan = Planner.plan
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        planned.append(plan(*arguments))
+        return planned[-1]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Planner, "plan", interrupted)
+            step.plan(attention)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(planned) == 1
+    assert torch.equal(step.run(attention, step.plan(attention))[0], expected)
 
 
 def test_threads_of_torch_stay_as_they_are() -> None:

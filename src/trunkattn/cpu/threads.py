@@ -15,6 +15,7 @@ from numba import prange, types
 
 from trunkattn.compiled import njit
 from trunkattn.cpu.microkernel import call_kernel
+from trunkattn.interrupts import held_interrupts
 
 
 def kernel_address(kernel: Any) -> int:
@@ -22,7 +23,8 @@ def kernel_address(kernel: Any) -> int:
 
     kernel: `f(arguments, thread)`, compiled with `njit(by_address=True)`; both are int64.
     """
-    compiled = kernel.get_compile_result(types.void(types.int64, types.int64))
+    with held_interrupts():  # an interrupted compiler frees memory twice
+        compiled = kernel.get_compile_result(types.void(types.int64, types.int64))
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
     return address
 
