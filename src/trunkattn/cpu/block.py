@@ -186,7 +186,7 @@ def attend_block(keys, first, tokens, queries, shape, k_cache, v_cache, kv_bits,
         values, offsets = staged_values, ws.staged_value_offsets
         _stage(values, offsets, v_elements, ws.value_offsets, tokens, shape.head_dim_v, width, shape.kv_kind)
     if leaves_window:
-        _add_infinite(ws, lanes, queries.rows, width, first, tokens, keys.start, keys.end, shape.window)
+        _add_infinite(ws, keys, first, tokens, queries, shape.window)
     _outputs(ws, values, offsets, queries.rows, lanes, width, tokens)
 
 
@@ -291,9 +291,10 @@ def _mask(ws, lanes, rows, first, tokens, start, end, window):
 
 
 @njit(inner=True, fastmath={"contract", "reassoc"})
-def _add_infinite(ws, lanes, rows, width, first, tokens, start, end, window):
+def _add_infinite(ws, keys, first, tokens, queries, window):
     """Takes staged values that are not finite out of a block whose first keys some rows no longer see, and adds them to
     the rows that see them. A weight of 0 times such a value is NaN, and rows may be of several requests."""
+    lanes, width = queries.lanes, queries.width
     p, positions = array_at(ws.scores, np.float32), array_at(ws.positions, np.int64)
     for t in range(tokens):
         token, value = first + t, array_at(ws.values + 4 * t * width, np.float32)
@@ -302,8 +303,8 @@ def _add_infinite(ws, lanes, rows, width, first, tokens, start, end, window):
             zero += value[d] * np.float32(0.0)
         if zero == 0:
             continue
-        for m in range(rows):
-            if start <= token < end and positions[m] - window < token <= positions[m]:
+        for m in range(queries.rows):
+            if keys.start <= token < keys.end and positions[m] - window < token <= positions[m]:
                 acc = array_at(ws.acc + 4 * m * width, np.float32)
                 for d in range(width):
                     acc[d] += p[t * lanes + m] * value[d]
