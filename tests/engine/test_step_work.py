@@ -122,7 +122,8 @@ def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> 
 )
 def test_no_step_takes_more_than_running_answers_and_a_budget(keys: int, lens: list[int], room: int) -> None:
     prices, budget = StepWork.of_keys(keys), 4 + room
-    scheduler = Scheduler(CacheManager(2000, PAGE_SIZE), 4, budget, keys_per_token=keys)
+    # Pages for the four longest requests, because each step's check of the cache looks at all of them.
+    scheduler = Scheduler(CacheManager(4 * 38, PAGE_SIZE), 4, budget, keys_per_token=keys)
     for place, length in enumerate(lens):
         scheduler.add(make_request(length, max_tokens=3, first=1000 * place))
     steps = 0
