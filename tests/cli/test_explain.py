@@ -50,6 +50,16 @@ def test_a_file(tmp_path: Path, kind: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("engines", "torchs"), [("fp8", "float8_e4m3fn"), ("fp8_e4m3", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2")]
+)
+def test_a_cache_has_the_names_of_engines_too(engines: str, torchs: str) -> None:
+    by_engines, by_torchs, of_16_bits = (
+        run("1,4_64,16", "--kv-cache-dtype", name, "--json") for name in (engines, torchs, "auto")
+    )
+    assert by_engines == by_torchs != of_16_bits
+
+
 def test_a_picture(tmp_path: Path) -> None:
     run("1,4,64_1024,512,128", "--svg", str(tmp_path / "forest.svg"))
     assert (tmp_path / "forest.svg").read_text().startswith("<svg")

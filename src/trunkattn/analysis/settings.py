@@ -24,7 +24,7 @@ class Settings:
         card: name of a card that was measured, such as "NVIDIA H100".
         model: name of a built-in shape, such as "llama-3-8b", or path of a config.json or of the folder that has it.
         tensor_parallel: cards that share each layer.
-        kv_cache_dtype: "auto" (the model's dtype), "float8_e4m3fn" or "float8_e5m2".
+        kv_cache_dtype: "auto" (16 bits), "float8_e4m3fn" or "float8_e5m2".
         concurrencies: numbers of requests at a time, for each of which a closed loop is replayed.
         rates: requests per second, for each of which the log is replayed in addition.
         as_logged: replay the log's own times, where it has them. Then this replay comes first.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import typer
@@ -15,8 +16,8 @@ from trunkattn.validate import check_int
 LOG, MODEL, ENGINE, FLEET = "Log", "Card and model", "Engine", "Fleet"
 _DEFAULT: Final = Settings()
 _MODEL_HELP: Final = (
-    "A built-in shape, such as llama-3-8b, or a config.json, or a folder that has one. A name that does not exist "
-    "lists the built-in ones."
+    "A built-in shape, such as llama-3-8b, or a config.json, or a folder that has one. For a name that does not exist "
+    "the command lists the built-in ones."
 )
 
 
@@ -58,8 +59,15 @@ def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
 _CONCURRENCIES, _RATES = Listed(_DEFAULT.concurrencies), Listed(_DEFAULT.rates)
 CARD_OPTION: Final = _text(MODEL, "NAME", "A card that was measured, such as 'NVIDIA H100'.", "--gpu")
 PARALLEL_OPTION: Final = _integer(MODEL, "Cards that share each layer.", "--tp")
-CACHE_DTYPE_OPTION: Final = _text(
-    MODEL, "NAME", "Type of the KV cache: auto (the model's own), float8_e4m3fn, float8_e5m2."
+# vLLM and SGLang, whose command lines a user copies, have names of their own for these types.
+_CACHE_DTYPES: Final = MappingProxyType(
+    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+)
+CACHE_DTYPE_OPTION: Final = _parsed(
+    lambda text: _CACHE_DTYPES.get(text, text),
+    "NAME",
+    MODEL,
+    "Type of the KV cache: auto (16 bits), fp8 (also fp8_e4m3 or float8_e4m3fn), fp8_e5m2 (also float8_e5m2).",
 )
 
 
@@ -83,7 +91,12 @@ class AnalyzeOptions:
     ]
     log_format: Annotated[
         str,
-        _text(LOG, "NAME", "The log's format. auto: its lines tell. A name that does not exist lists all.", "--format"),
+        _text(
+            LOG,
+            "NAME",
+            "The log's format; auto recognises it. For a name that does not exist the command lists all.",
+            "--format",
+        ),
     ] = "auto"
     tokenizer: Annotated[
         Path | None,
@@ -94,11 +107,11 @@ class AnalyzeOptions:
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first line that is wrong.", rich_help_panel=LOG)
     ] = False
-    output_tokens: Annotated[int, _integer(LOG, "Length of answers of which the log says none.")] = (
+    output_tokens: Annotated[int, _integer(LOG, "Tokens of an answer whose length the log does not say.")] = (
         _DEFAULT.output_tokens
     )
     max_requests: Annotated[
-        int | None, _integer(LOG, "Requests of the log that replays after the first take; 0: all.")
+        int | None, _integer(LOG, "Most requests of each replay but the first; 0: all of the log.")
     ] = _DEFAULT.max_requests
     find_spoilers: Annotated[
         bool,
@@ -118,13 +131,19 @@ class AnalyzeOptions:
             _listed(integer),
             "N,N,...",
             ENGINE,
-            "Replay with so many requests at a time, one after the other. An empty text: not at all.",
+            "Replay with this many requests at a time. Several numbers: one replay each; an empty text: none.",
             "--concurrency",
         ),
     ] = _CONCURRENCIES
     rates: Annotated[
         Listed,
-        _parsed(_listed(number), "R,R,...", ENGINE, "Replay with so many requests per second.", "--rate"),
+        _parsed(
+            _listed(number),
+            "R,R,...",
+            ENGINE,
+            "Replay with this many requests per second. Several numbers: one replay each.",
+            "--rate",
+        ),
     ] = _RATES
     as_logged: Annotated[
         bool,
@@ -143,7 +162,7 @@ class AnalyzeOptions:
             size,
             "SIZE",
             ENGINE,
-            "The same in bytes of all cards together, such as 40GiB.",
+            "Bytes of the KV cache on all cards together, such as 40GiB, instead of --num-pages.",
             "--kv-cache-bytes",
             "--kv-memory",
         ),
@@ -156,11 +175,11 @@ class AnalyzeOptions:
         bool,
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Whether the engine uses the KV of prompts that begin alike again.",
+            help="Keep the KV pages of prompts, and use them again for prompts that begin alike.",
             rich_help_panel=ENGINE,
         ),
     ] = _DEFAULT.enable_prefix_caching
-    seed: Annotated[int, _integer(ENGINE, "Of arrivals at a rate, and of random routes.")] = _DEFAULT.seed
+    seed: Annotated[int, _integer(ENGINE, "Seed of the arrivals at a rate, and of random routes.")] = _DEFAULT.seed
     replicas: Annotated[int, _integer(FLEET, "Engines among which requests are spread.")] = _DEFAULT.replicas
     route: Annotated[
         str | None,

@@ -183,11 +183,20 @@ class EngineOptions:
         ),
     ] = None
     kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="Type of the KV cache: auto, fp8, fp8_e5m2.", rich_help_panel=ENGINE)
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Type of the KV cache: auto (that of the weights), fp8 (also fp8_e4m3), fp8_e5m2.",
+            rich_help_panel=ENGINE,
+        ),
     ] = "auto"
     quantization: Annotated[
         str | None,
-        _text(ENGINE, "int8: round the weights of linear layers on a CPU, so that a token reads a quarter.", "NAME"),
+        _text(
+            ENGINE,
+            "int8: round the weights of linear layers on a CPU, so that a token reads a quarter of the bytes.",
+            "NAME",
+        ),
     ] = None
     batch_invariant: Annotated[
         bool,
