@@ -185,9 +185,9 @@ def _fleet(setup: Setup, workload: Workload, load: Load, progress: Callable[[flo
 
 
 def _workers(weights: Sequence[float]) -> int:
-    """Processes for so many requests."""
+    """How many processes replay workloads of these numbers of requests."""
     return num_cores() if max(weights) >= _SMALL else 1
 
 
 def _silent(what: str, share: float) -> None:
-    """Tells nobody."""
+    """A progress that is shown nowhere."""

@@ -17,7 +17,8 @@ class Load:
     """How requests come.
 
     Attributes:
-        concurrency: so many sequences at a time, in the log's order, the next one when one ends; None: by time.
+        concurrency: sequences that run at a time, in the log's order; when one ends, the next one comes. None: they
+            come by time.
         rate: requests per second. The log's own times are scaled; without any, arrivals are a Poisson process. None:
             as logged.
         seed: of the Poisson process.

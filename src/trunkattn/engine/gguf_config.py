@@ -70,7 +70,7 @@ HARMLESS_OF_TOKENIZER: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 )
 # Architectures whose windows transformers gives to the same layers as llama.cpp's files mean.
 WINDOWED: Final = frozenset({"gemma2", "gemma3", "gpt-oss", "phi3"})
-# Gemma's models scale by their width per head, not by head_dim, where they have so many layers (llama.cpp's rule).
+# Gemma's models with this number of layers scale by their width per head, not by head_dim (llama.cpp's rule).
 WIDE_SCALES: Final[Mapping[str, int]] = MappingProxyType({"gemma2": 46, "gemma3": 62})
 # Biases that a configuration must announce -> a tensor that shows them.
 BIASES: Final[Mapping[str, str]] = MappingProxyType(

@@ -291,8 +291,8 @@ class Scheduler:
         return ScheduledChunk(request, cached, num_tokens)
 
     def _within_logits(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> int:
-        """Tokens of a chunk, fewer if it needs logits at every token of the prompt: a step holds so many rows at
-        most."""
+        """Tokens of a chunk, fewer if it needs logits at every token of the prompt, because a step holds a limited
+        number of rows of logits."""
         if not request.needs_prompt_logits:
             return num_tokens
         used = sum(len(chunk.prompt_positions) for chunk in batch.chunks)

@@ -87,7 +87,7 @@ class StepBudget:
     Args:
         prices: of its tokens.
         tokens: most tokens.
-        work: most work; None: what so many tokens take at the beginning of a prompt.
+        work: most work; None: what `tokens` tokens take at the beginning of a prompt.
 
     Attributes:
         tokens, work: what is left.

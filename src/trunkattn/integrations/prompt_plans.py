@@ -48,7 +48,7 @@ class PromptRoom(NamedTuple):
 
 
 def room_for(requests: int, tokens: int) -> PromptRoom:
-    """The room of an engine whose steps have up to so many requests, and query tokens of prompts."""
+    """The room of an engine. A step has at most `requests` requests, and `tokens` query tokens of prompts."""
     return PromptRoom(min(MOST_PROMPTS, requests), tokens)
 
 

@@ -35,7 +35,7 @@ def limit(what: int, most: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Lets the system end this process when it has worked for so long from now on."""
+    """Lets the system end this process after this many more seconds of processor time."""
     limit(resource.RLIMIT_CPU, int(time.process_time() + seconds) + 1)
 
 

@@ -57,7 +57,7 @@ def _check_size(raw: bytes, most_values: int) -> None:
     if size.values > most_values:
         raise BadRequest(f"the body has {size.values} values: expected at most {most_values}")
     if size.has_long_number:
-        raise BadRequest(f"the body has a number of more than {LIMITS.digits} digits: expected at most so many")
+        raise BadRequest(f"the body has a number of too many digits: expected at most {LIMITS.digits}")
 
 
 def _no_constant(name: str) -> NoReturn:

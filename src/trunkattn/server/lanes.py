@@ -17,11 +17,11 @@ _LONGEST_REST_S: Final = 0.25  # more than a step of the engine takes
 
 
 def no_rest() -> None:
-    """Nothing: for work that is short."""
+    """Does not rest: for work that is short."""
 
 
 class Pace:
-    """Rests of a thread.
+    """Lets a thread rest while it works, so that the engine gets Python's lock.
 
     The engine releases Python's lock in each of the hundreds of operations of a step. If another thread computes in
     Python, the engine waits for the lock each time, and the step takes longer by the time that the other computes.

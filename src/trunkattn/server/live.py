@@ -49,7 +49,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Shot:
-    """What a reader gets.
+    """What an open live page is sent.
 
     Attributes:
         samples: all that are kept, the newest last.

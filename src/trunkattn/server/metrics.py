@@ -147,7 +147,7 @@ class Pace:
         self._last_s = 0.0  # when it got the last one
 
     def grown(self, output: RequestOutput) -> None:
-        """Counts what is new."""
+        """Counts the tokens that an answer has got since the last call, and the times of their arrival."""
         times, now = output.metrics, time.monotonic()
         num_tokens = max(len(answer.token_ids) for answer in output.outputs)
         new = num_tokens - self._num_tokens

@@ -246,7 +246,7 @@ FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
 
 
 class FunctionCall(Body):
-    """A call that the model made in an earlier answer. arguments: JSON, or what it says."""
+    """A call that the model made in an earlier answer. arguments: JSON text, or the object that it stands for."""
 
     without_effect = frozenset({"parsed_arguments"})
     name: Name

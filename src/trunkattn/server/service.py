@@ -61,7 +61,7 @@ def num_places(output: RequestOutput, told: Collection[Progress] = ()) -> int:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and with how much.
+    """The client that sent a request, and the size of what it sent.
 
     Attributes:
         salt: of the cached prefixes.

@@ -235,7 +235,7 @@ ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ),
     ("PhimoeAttention does not pass on its model's sliding_window=5", "Phimoe", WINDOW | {"num_local_experts": 2}, {}),
     (
-        "tree is given and the model attends in chunks of 5 tokens",
+        "tree is given and has 17 tokens: expected at most 5, because the model attends in chunks of 5 tokens",
         "Llama4Text",
         CHUNKS,
         {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17])},

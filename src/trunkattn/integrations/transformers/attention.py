@@ -147,8 +147,8 @@ def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | 
             )
     if tree is not None and chunk is not None and keys > chunk:
         raise ValueError(
-            f"tree is given and the model attends in chunks of {chunk} tokens: expected at most so many tokens, and "
-            f"the tree has {keys}"
+            f"tree is given and has {keys} tokens: expected at most {chunk}, because the model attends in chunks of "
+            f"{chunk} tokens"
         )
 
 
