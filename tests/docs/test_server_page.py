@@ -1,4 +1,5 @@
-"""The server's guide names every limit of a request with its value, every status, and every field that changes nothing.
+"""The server's guide names every option, every limit of a request with its value, every status, and every field that
+changes nothing.
 
 The row of the guide's table that is about a limit is written here, so that a limit without a row fails too.
 """
@@ -10,7 +11,10 @@ from types import MappingProxyType
 from typing import Final
 
 import pytest
+import typer
 
+from trunkattn.cli.app import app
+from trunkattn.cli.options import SERVER
 from trunkattn.engine.form_limits import FormLimits
 from trunkattn.server import protocol
 from trunkattn.server.body import Body
@@ -103,6 +107,13 @@ def test_every_status_has_a_row() -> None:
     assert {"404", "405", "413", "429", "500", "503", "505"} <= raised
     described = {status for cell in table("| status | when |") for status in cell.split(", ")}
     assert not raised - described
+
+
+def test_every_option_of_the_server_is_named() -> None:
+    given = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    names = {option.opts[0] for option in given if getattr(option, "rich_help_panel", None) == SERVER}
+    assert {"--port", "--quiet"} <= names
+    assert not names - set(re.findall(r"--[a-z][a-z-]+", PAGE))
 
 
 @pytest.mark.parametrize(
