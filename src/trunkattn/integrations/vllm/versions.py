@@ -108,7 +108,7 @@ def parse(version: str) -> tuple[int, int] | None:
 
 
 def _range() -> str:
-    return f"{'.'.join(map(str, OLDEST))} and {'.'.join(map(str, NEWEST))}"
+    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
 
 
 def refusal(version: str) -> str | None:
