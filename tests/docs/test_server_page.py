@@ -1,5 +1,5 @@
-"""The server's guide names every option, every limit of a request with its value, every status, and every field that
-changes nothing.
+"""The server's guide names every path, every option, every limit of a request with its value, every status, and every
+field that changes nothing.
 
 The row of the guide's table that is about a limit is written here, so that a limit without a row fails too.
 """
@@ -107,6 +107,13 @@ def test_every_status_has_a_row() -> None:
     assert {"404", "405", "413", "429", "500", "503", "505"} <= raised
     described = {status for cell in table("| status | when |") for status in cell.split(", ")}
     assert not raised - described
+
+
+def test_every_path_is_named() -> None:
+    source = (ROOT / "src/trunkattn/server/app.py").read_text()
+    paths = set(re.findall(r'@app\.(?:get|post|api_route)\("([^"{]+)"', source))
+    assert {"/v1/chat/completions", "/health", "/live"} <= paths
+    assert not paths - set(re.findall(r"`(?:GET|POST) (/[^`]*)`", PAGE))
 
 
 def test_every_option_of_the_server_is_named() -> None:
