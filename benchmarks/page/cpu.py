@@ -66,10 +66,9 @@ def busy() -> Section:
     """A machine that does other things."""
     found = load(BUSY)
     words = {
-        "active": "threads spin at barriers, OpenMP's default",
-        "passive": "threads sleep, as `trunkattn` sets it",
-        "spin 1000": "threads spin 1,000 times, then sleep",
-        "spin 5000": "threads spin 5,000 times, then sleep",
+        "default": "spin for 3 ms (default)",
+        "active": "spin for ever",
+        "passive": "sleep",
         "one thread": "one thread",
     }
     rows = []

@@ -283,7 +283,7 @@ def test_an_interrupt_waits_for_the_end_of_a_plan(monkeypatch: pytest.MonkeyPatc
 
 
 def test_threads_of_torch_stay_as_they_are() -> None:
-    """Numba's threads are those of the same pool, and start with the first run."""
+    """The kernels compute on torch's threads, which start with the first run."""
     code = (
         "import torch, trunkattn\n"
         "torch.set_num_threads(1)\n"

@@ -99,13 +99,6 @@ def test_it_ends_before_a_large_package_is_imported(ended: dict[str, Ended], arg
     assert (one.code, one.imported) == (ENDED[arguments], []), one
 
 
-def test_waiting_threads_sleep_unless_the_user_says_otherwise() -> None:
-    script = IMPORTED.replace("heavy = ", "import os; heavy = [os.environ.get('OMP_WAIT_POLICY')] if 1 else ")
-    assert last_line(script, "--version") == "ended 0 PASSIVE"
-    assert last_line(script, "--version", OMP_WAIT_POLICY="ACTIVE") == "ended 0 ACTIVE"
-    assert last_line(script, "--version", GOMP_SPINCOUNT="9") == "ended 0 None"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

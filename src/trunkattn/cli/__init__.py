@@ -16,10 +16,6 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Entry point of the console script and of `python -m trunkattn`."""
-    # Waiting threads of GNU OpenMP spin. If other programs run, the spinning threads take the processor from the thread
-    # that they wait for. The variables are read when torch is loaded.
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     is_silent = sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}  # its answers go elsewhere
     if not is_silent and not _takes_output():
         sys.exit(

@@ -23,9 +23,9 @@ from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.measure import BatchRun, Step, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions
-from trunkattn.cli.other_work import OtherWork
 from trunkattn.cli.streams import print_json
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
+from trunkattn.other_work import OtherWork
 from trunkattn.planner.prefix_forest import Forest, build_forest
 
 POLICIES: Final = ("per_query", "auto")

@@ -1,7 +1,8 @@
 """The engine: requests in, one step at a time, answers out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
@@ -68,6 +69,7 @@ class Engine:
         limits: ModelLimits,
         tokenizer: Any | None = None,
         seed: int | None = None,
+        limited_threads: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.limits = limits
         self.runner = runner
@@ -81,6 +83,7 @@ class Engine:
         self._num_arrivals = 0
         self._suspects = Suspects()
         self._failed: set[str] = set()  # see `failed_requests`
+        self._limited_threads = limited_threads
 
     @property
     def has_unfinished(self) -> bool:
@@ -242,6 +245,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one batch; returns the requests that got a token. After an error the requests of the batch hold no
         page and wait to be recomputed; `blame` finds the one that caused it."""
+        with self._limited_threads():
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         started = time.monotonic()
         self._failed = set()
         batch = self.scheduler.schedule(only=self._suspects.group(self._requests))

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.utils import logging
 
+from trunkattn.cpu.thread_limit import ThreadLimit
 from trunkattn.engine.assembly import (
     attention_config,
     check_memory,
@@ -109,7 +110,8 @@ class LLM:
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
-        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed)
+        limited = ThreadLimit().applied if info.device.type == "cpu" else nullcontext
+        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed, limited)
         self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
         self._turn = Turns()  # whoever has it may use the engine
         self._abandoned: deque[str] = deque()  # requests that nobody waits for any more

@@ -55,12 +55,12 @@ THREADS = """
 import sys
 
 def look(worker):
-    import numba
     import torch
+    from trunkattn.cpu.threads import team
 
     attentions = [a for groups in worker.model_runner.attn_groups for group in groups
                   for a in group.get_metadata_builder().attentions.values()]
-    return torch.get_num_threads(), numba.get_num_threads(), len(attentions)
+    return torch.get_num_threads(), len(team(torch.get_num_threads())), len(attentions)
 
 if __name__ == "__main__":
     from vllm import LLM
@@ -73,7 +73,7 @@ if __name__ == "__main__":
 
 
 def test_threads_that_vllm_binds_to_cores(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Numba is imported by a thread that may use one core, and must use as many as torch all the same."""
+    """The back end is imported by a thread that may use one core, and computes on as many as torch all the same."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     script = tmp_path / "threads.py"
     script.write_text(THREADS)

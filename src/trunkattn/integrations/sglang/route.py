@@ -1,7 +1,5 @@
 """The choice of the back end for a model runner, or the refusal."""
 
-import os
-import sys
 from typing import Any
 
 import torch
@@ -29,9 +27,6 @@ def choose(runner: Any) -> AttentionBackend:
         check_supported([f"the device {runner.device}, only NVIDIA GPUs and CPUs"])
     if versions.needs_triton(NAME):
         check_supported([f"SGLang {version} on a CPU, because that version prepares steps with Triton"])
-    if "numba" not in sys.modules:
-        # Numba counts the cores that this thread may use, and would limit torch to them: they share OpenMP.
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     from trunkattn.integrations.sglang.backend import TrunkBackend
 
     return TrunkBackend(runner)

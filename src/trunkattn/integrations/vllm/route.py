@@ -4,12 +4,9 @@ On a CPU vLLM ignores the user's choice and asks for its own back end (`CpuPlatf
 routes those names here too, so that the user gets the chosen one: ours for CUSTOM, otherwise vLLM's.
 """
 
-import os
-import sys
 from importlib import import_module
 from typing import Any
 
-import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -74,10 +71,6 @@ def _class_for_this_platform() -> Any:
         from trunkattn.integrations.vllm.cuda import TrunkAttentionCudaBackend
 
         return TrunkAttentionCudaBackend
-    if "numba" not in sys.modules:
-        # Numba counts the cores that this thread may use. After vLLM has bound its threads that is one, and Numba would
-        # also limit torch to one thread, because they share OpenMP.
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     versions.hide_numba_from_look_ups()
     from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 

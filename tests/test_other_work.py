@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from trunkattn.cli import other_work
+from trunkattn import other_work
 from trunkattn.cli.demo_report import busy_words
-from trunkattn.cli.other_work import OtherWork
+from trunkattn.other_work import OtherWork
 
 
 def write(file: Path, busy_seconds: float, idle_seconds: float) -> None:
+    """Two processors that share the work; a third one, which this process may not use, is always busy."""
     ticks = os.sysconf("SC_CLK_TCK")
-    file.write_text(f"cpu  {round(busy_seconds * ticks)} 0 0 {round(idle_seconds * ticks)} 0 0 0 0 0 0\ncpu0 1 2 3\n")
+    one = f"{round(busy_seconds * ticks / 2)} 0 0 {round(idle_seconds * ticks / 2)} 0 0 0 0 0 0"
+    file.write_text(f"cpu  1 2 3\ncpu0 {one}\ncpu1 {one}\ncpu2 {round(time.monotonic() * ticks)} 0 0 0\nintr 1\n")
+
+
+@pytest.fixture(autouse=True)
+def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
 def test_it_counts_what_others_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""How busy others keep the processors that this process may use."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+_STAT: Final = Path("/proc/stat")
+_NOT_BUSY: Final = ("idle", "iowait")
+_FIELDS: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+
+def _process_seconds() -> float:
+    """Processor time of this process and of those it has waited for."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system
+
+
+class OtherWork:
+    """Processors that others keep busy from now on, of those that this process may use. `steal`, what a host takes from
+    its guest, counts as theirs.
+
+    own_seconds: processor time that is not theirs; by default this process's.
+
+    Example:
+        >>> work = OtherWork()
+        >>> cores = work.cores()  # since the line before; None where the system does not tell
+    """
+
+    def __init__(self, own_seconds: Callable[[], float] = _process_seconds) -> None:
+        self._own_seconds = own_seconds
+        self._started = time.monotonic()
+        self._before = self._seconds()
+
+    def cores(self) -> float | None:
+        """Mean number of processors, at least 0; None where the system has no /proc/stat."""
+        now, before = self._seconds(), self._before
+        elapsed = time.monotonic() - self._started
+        if now is None or before is None or elapsed <= 0:
+            return None
+        return max(0.0, (now - before) / elapsed)
+
+    def _seconds(self) -> float | None:
+        """Seconds for which the processors have been busy with others, since the machine started."""
+        try:
+            lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
+        except OSError:
+            return None
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        ticks = 0
+        for name, *words in lines:
+            if name in ours:
+                spent = dict(zip(_FIELDS, map(int, words), strict=False))
+                ticks += sum(count for field, count in spent.items() if field not in _NOT_BUSY)
+        return ticks / os.sysconf("SC_CLK_TCK") - self._own_seconds()

@@ -1,0 +1,115 @@
+"""Fewer threads beside other work: as many as have a processor for themselves."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trunkattn import other_work
+from trunkattn.cpu import threads
+from trunkattn.cpu.thread_limit import ThreadLimit
+
+
+class Machine:
+    """Four processors, a clock, and a count of processor seconds that others and this process have taken."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.spent, self._stat = 100.0, 1000.0, folder / "stat"
+        patch.setattr(other_work, "_STAT", self._stat)
+        patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+        patch.setattr(time, "monotonic", lambda: self.now)
+        self._own = time.process_time()
+        self.passes(0.0, 0.0)
+
+    def passes(self, seconds: float, others: float) -> None:
+        """Lets time pass in which others keep so many processors busy."""
+        own, self._own = time.process_time() - self._own, time.process_time()
+        self.now += seconds
+        self.spent += seconds * others + own
+        ticks = round(self.spent * os.sysconf("SC_CLK_TCK"))
+        self._stat.write_text(f"cpu  1 2\ncpu0 {ticks} 0 0 5 0 0 0 0\ncpu1 0 0 0 9 7 0 0 0\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield Machine(tmp_path, monkeypatch)
+    torch.set_num_threads(before)
+
+
+def threads_of(limit: ThreadLimit) -> int:
+    with limit.applied():
+        found = torch.get_num_threads()
+        assert len(set(threads.team(4))) <= 4
+    assert torch.get_num_threads() == 4
+    return found
+
+
+@pytest.mark.parametrize(("others", "expected"), [(0.0, 4), (0.3, 4), (0.8, 3), (1.0, 3), (2.2, 2), (3.0, 1), (4.0, 1)])
+def test_as_many_threads_as_have_a_processor(machine: Machine, others: float, expected: int) -> None:
+    limit = ThreadLimit()
+    assert threads_of(limit) == 4  # nothing is known yet
+    machine.passes(10.0, others)
+    assert threads_of(limit) == expected
+    machine.passes(0.1, 4.0)
+    assert threads_of(limit) == expected  # not long enough to know
+    machine.passes(10.0, 0.0)
+    assert threads_of(limit) == 4
+
+
+def test_its_own_threads_are_not_others(machine: Machine) -> None:
+    limit = ThreadLimit()
+    threads_of(limit)
+    end = time.process_time() + 1.0
+    while time.process_time() < end:
+        torch.randn(256, 256) @ torch.randn(256, 256)
+    machine.passes(0.5, 0.0)
+    assert threads_of(limit) == 4
+
+
+def test_other_threads_of_this_process_are_others(machine: Machine) -> None:
+    limit = ThreadLimit()
+    threads_of(limit)
+    before = time.process_time()
+
+    def compute() -> None:
+        while time.process_time() < before + 2.0:
+            pass
+
+    other = threading.Thread(target=compute)
+    other.start()
+    other.join()
+    machine.passes(2.0, 0.0)
+    assert threads_of(limit) == 3
+
+
+def test_after_an_error_the_threads_are_back(machine: Machine) -> None:
+    limit = ThreadLimit()
+    threads_of(limit)
+    machine.passes(10.0, 3.0)
+    with pytest.raises(KeyError), limit.applied():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 4
+
+
+def test_a_system_that_does_not_tell(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(other_work, "_STAT", tmp_path / "absent")
+    limit = ThreadLimit()
+    for _ in range(3):
+        machine.passes(10.0, 4.0)
+        assert threads_of(limit) == 4
+
+
+def test_one_thread_stays_one(machine: Machine) -> None:
+    torch.set_num_threads(1)
+    limit = ThreadLimit()
+    for _ in range(2):
+        machine.passes(10.0, 1.0)
+        with limit.applied():
+            assert torch.get_num_threads() == 1
