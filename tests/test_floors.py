@@ -22,6 +22,7 @@ FLOORS = MappingProxyType(
         "lazy": 1,
         "names": 0,
         "numerics": 0,
+        "other_work": 0,
         "reference": 0,
         "validate": 0,
         "derivatives": 0,

@@ -21,7 +21,7 @@ _WINDOW_S: Final = 0.25  # the system counts processor time in hundredths of a s
 
 
 class ThreadLimit:
-    """As many threads as have a processor for themselves, at least one and at most as many as torch has.
+    """The number of threads that have a processor for themselves, at least one and at most as many as torch has.
 
     Example:
         >>> limit = ThreadLimit()
