@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 _SMALLEST: Final = 2.0**-126
 _LARGEST: Final = 2.0**127
 _SOME_ADDRESS: Final = 1 << 62  # far from both ends of what an address can be
-_MOST_WORK: Final = 100_000  # cases, about 10 ms; interleaved caches and columns of a buffer take one
+_MOST_WORK: Final = 100_000  # cases that NumPy tries; interleaved caches and columns of a buffer take one
 _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits
 
 

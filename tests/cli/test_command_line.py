@@ -1,7 +1,6 @@
 """The command line: its options, how soon a bad one is refused, and what is imported for that."""
 
 import gc
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,17 +36,10 @@ except SystemExit as ended:
 """
 
 
-def last_line(script: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=inherited(**environment)
-    )
+def last_line(script: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
-
-
-def inherited(**changed: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    return {**kept, **changed}
 
 
 ENDED: dict[str, int] = {

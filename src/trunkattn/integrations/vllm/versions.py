@@ -61,7 +61,7 @@ NO_LATENT_ON_CPU: Final = (
 # vLLM's back end that selects keys for each query.
 SPARSE_LATENT: Final = "FLASHMLA_SPARSE"
 
-# The option with which a model that takes images serves text alone. Then its attention is causal.
+# The option with which a model that takes images serves only text. Then its attention is causal.
 TEXT_ALONE: Final = "language_model_only=True"
 
 # Options of the engine that change the attention: their path, the value that means off, their name. On GPUs vLLM asks
