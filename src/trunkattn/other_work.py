@@ -22,14 +22,16 @@ class OtherWork:
     its guest, counts as theirs.
 
     own_seconds: processor time that is not theirs; by default this process's.
+    counts_nice: whether programs count that give way to others (`nice`).
 
     Example:
         >>> work = OtherWork()
         >>> cores = work.cores()  # since the line before; None where the system does not tell
     """
 
-    def __init__(self, own_seconds: Callable[[], float] = _process_seconds) -> None:
+    def __init__(self, own_seconds: Callable[[], float] = _process_seconds, counts_nice: bool = True) -> None:
         self._own_seconds = own_seconds
+        self._not_counted = _NOT_BUSY if counts_nice else (*_NOT_BUSY, "nice")
         self._started = time.monotonic()
         self._before = self._seconds()
 
@@ -52,5 +54,5 @@ class OtherWork:
         for name, *words in lines:
             if name in ours:
                 spent = dict(zip(_FIELDS, map(int, words), strict=False))
-                ticks += sum(count for field, count in spent.items() if field not in _NOT_BUSY)
+                ticks += sum(count for field, count in spent.items() if field not in self._not_counted)
         return ticks / os.sysconf("SC_CLK_TCK") - self._own_seconds()

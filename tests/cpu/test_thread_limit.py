@@ -18,20 +18,21 @@ class Machine:
     """Four processors, a clock, and a count of processor seconds that others and this process have taken."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.now, self.spent, self._stat = 100.0, 1000.0, folder / "stat"
+        self.now, self.spent, self.spent_nicely, self._stat = 100.0, 1000.0, 1000.0, folder / "stat"
         patch.setattr(other_work, "_STAT", self._stat)
         patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
         patch.setattr(time, "monotonic", lambda: self.now)
         self._own = time.process_time()
         self.passes(0.0, 0.0)
 
-    def passes(self, seconds: float, others: float) -> None:
-        """Lets time pass in which others keep so many processors busy."""
+    def passes(self, seconds: float, others: float, nice_others: float = 0.0) -> None:
+        """Lets time pass in which others keep this number of processors busy."""
         own, self._own = time.process_time() - self._own, time.process_time()
         self.now += seconds
         self.spent += seconds * others + own
-        ticks = round(self.spent * os.sysconf("SC_CLK_TCK"))
-        self._stat.write_text(f"cpu  1 2\ncpu0 {ticks} 0 0 5 0 0 0 0\ncpu1 0 0 0 9 7 0 0 0\n")
+        self.spent_nicely += seconds * nice_others
+        ticks, nice = (round(spent * os.sysconf("SC_CLK_TCK")) for spent in (self.spent, self.spent_nicely))
+        self._stat.write_text(f"cpu  1 2\ncpu0 {ticks} 0 0 5 0 0 0 0\ncpu1 0 {nice} 0 9 7 0 0 0\n")
 
 
 @pytest.fixture
@@ -104,6 +105,15 @@ def test_a_system_that_does_not_tell(machine: Machine, monkeypatch: pytest.Monke
     for _ in range(3):
         machine.passes(10.0, 4.0)
         assert threads_of(limit) == 4
+
+
+def test_programs_that_give_way_take_no_processor(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for priority, expected in ((0, 4), (5, 2)):  # this process may be one of them
+        monkeypatch.setattr(os, "getpriority", lambda *_, priority=priority: priority)
+        limit = ThreadLimit()
+        threads_of(limit)
+        machine.passes(10.0, 0.0, nice_others=2.0)
+        assert threads_of(limit) == expected
 
 
 def test_one_thread_stays_one(machine: Machine) -> None:

@@ -22,6 +22,7 @@ _WINDOW_S: Final = 0.25  # the system counts processor time in hundredths of a s
 
 class ThreadLimit:
     """The number of threads that have a processor for themselves, at least one and at most as many as torch has.
+    Programs that give way (`nice`) take no processor from them.
 
     Example:
         >>> limit = ThreadLimit()
@@ -59,7 +60,8 @@ class ThreadLimit:
         cores = None if self._others is None else self._others.cores()
         self._free = None if cores is None else round(len(os.sched_getaffinity(0)) - cores)
         self._team.find(num_threads)
-        self._others = OtherWork(self._team.seconds)
+        gives_way = os.getpriority(os.PRIO_PROCESS, 0) > 0  # then its own time is counted as that of such programs
+        self._others = OtherWork(self._team.seconds, counts_nice=gives_way)
 
 
 class _Team:
