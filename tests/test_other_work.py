@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_counts_what_others_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat, clock = tmp_path / "stat", [100.0]
     monkeypatch.setattr(other_work, "_STAT", stat)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(other_work, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     write(stat, 1000.0, 5000.0)
     work = OtherWork()
     clock[0] += 100.0

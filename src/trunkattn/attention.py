@@ -1,5 +1,6 @@
 """`BatchAttention`: plan once per step, run once per layer, on any paged KV cache."""
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -212,7 +213,8 @@ class BatchAttention:
             if chunks is not None:
                 check_chunks(chunks, inputs, self.config.page_size, self.capacity)
             return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
-        with held_interrupts():  # compiled functions that return arrays may crash when they are interrupted
+        # Compiled functions that return arrays may crash when they are interrupted. Dynamo knows no signals.
+        with nullcontext() if torch.compiler.is_compiling() else held_interrupts():
             (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
             return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
 

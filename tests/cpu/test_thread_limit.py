@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trunkattn import other_work
-from trunkattn.cpu import threads
+from trunkattn.cpu import thread_limit, threads
 from trunkattn.cpu.thread_limit import ThreadLimit
 
 
@@ -21,7 +22,9 @@ class Machine:
         self.now, self.spent, self.spent_nicely, self._stat = 100.0, 1000.0, 1000.0, folder / "stat"
         patch.setattr(other_work, "_STAT", self._stat)
         patch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-        patch.setattr(time, "monotonic", lambda: self.now)
+        clock = SimpleNamespace(monotonic=lambda: self.now, clock_gettime=time.clock_gettime)
+        for module in (other_work, thread_limit):  # not Python's own, by which other threads of this process wait
+            patch.setattr(module, "time", clock)
         self._own = time.process_time()
         self.passes(0.0, 0.0)
 

@@ -205,7 +205,13 @@ class PrefixTree:
     @property
     def num_levels(self) -> int:
         """The number of segments on the longest path from a root to a leaf."""
-        return self.cached("num_levels", lambda: int(self._segments[:, 3].max()) + 1)
+        return self.cached("num_levels", self._count_levels)
+
+    def _count_levels(self) -> int:
+        levels: list[int] = []  # plain numbers, because a tensor has no value within FakeTensorMode
+        for parent in self.parents:
+            levels.append(1 if parent < 0 else levels[parent] + 1)
+        return max(levels)
 
     @property
     def num_sequences(self) -> int:
