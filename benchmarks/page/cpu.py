@@ -77,7 +77,8 @@ def busy() -> Section:
         rows.append([words[setting], f"{idle:.2f}", f"{beside:.2f}", f"{beside / idle:.1f}×"])
     text = f"""## Beside another program
 
-The engine on two cores, {found["batch"]}, by itself and beside one busy loop, median seconds:
+The engine on two cores, {found["batch"]}, by itself and beside one busy loop, median seconds. Beside the loop it lets
+one thread compute, because the other would wait for a processor:
 
 {table(["threads that wait", "idle machine", "beside a loop", "ratio"], rows)}
 
