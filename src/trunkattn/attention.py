@@ -213,7 +213,7 @@ class BatchAttention:
             if chunks is not None:
                 check_chunks(chunks, inputs, self.config.page_size, self.capacity)
             return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
-        # Compiled functions that return arrays may crash when they are interrupted. Dynamo knows no signals.
+        # Compiled functions that return arrays may crash when they are interrupted. torch.compile cannot trace signals.
         with nullcontext() if torch.compiler.is_compiling() else held_interrupts():
             (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
             return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page

@@ -330,7 +330,7 @@ def call_kernel(typing_context, kernel, arguments, thread):
 
 @intrinsic
 def add_to(typing_context, address, number):
-    """Adds to the int64 at an address in one step that no other thread divides; gives what was there before."""
+    """Adds a number to the int64 at an address, atomically; returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT.as_pointer()), args[1], "acq_rel")

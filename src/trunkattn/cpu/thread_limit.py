@@ -1,7 +1,7 @@
 """Fewer threads beside other work, so that no thread waits for one that has lost its processor.
 
-The threads of OpenMP meet after each parallel loop, hundreds of times in a step, and spin while they wait. If another
-program computes on one of as many processors, each loop waits for the thread that shares its processor with it.
+The threads of OpenMP meet after each parallel loop, hundreds of times in a step, and spin while they wait. If there
+are as many threads as processors and another program computes, each loop waits for the thread that shares a processor.
 """
 
 import math

@@ -54,6 +54,7 @@ class Engine:
         limits: what requests are checked against.
         tokenizer: a transformers tokenizer; None: answers have no text.
         seed: of the requests without one of their own; None: their answers differ from run to run.
+        limited_threads: makes the context in which each step is computed, such as `ThreadLimit().applied` on a CPU.
 
     Example:
         >>> engine = LLM("path/to/model").engine  # doctest: +SKIP
