@@ -39,8 +39,8 @@ def streams() -> Section:
     """One request and many beside llama.cpp."""
     found = load(STREAMS)
     rows, losses = [], []
-    weights = [name.removeprefix("trunkattn ") for name in next(iter(found["cases"].values())) if " " in name]
-    for case, runs in found["cases"].items():
+    weights = [name.removeprefix("trunkattn ") for name in found["rows"][0]["runs"] if " " in name]
+    for case, runs in ((row["case"], row["runs"]) for row in found["rows"]):
         speeds = {name: figures["decode_tokens_per_s"] for name, figures in runs.items()}
         ours, theirs = speeds["trunkattn float32"], speeds["llama.cpp"]
         rows.append([offline(case), *(f"{speeds[f'trunkattn {each}']:.0f}" for each in weights), f"{theirs:.0f}"])
