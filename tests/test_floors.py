@@ -17,13 +17,13 @@ TOP_FLOOR = 11
 FLOORS = MappingProxyType(
     {
         "dtypes": 0,
-        "compiled": 0,
+        "compiled": 1,
         "interrupts": 0,
         "lazy": 1,
         "names": 0,
         "numerics": 0,
         "other_work": 0,
-        "reference": 0,
+        "reference": 1,
         "validate": 0,
         "derivatives": 0,
         "config": 1,

@@ -107,3 +107,29 @@ def test_a_sink_takes_weight_and_has_no_value() -> None:
     weights = torch.cat([logits, extra], dim=-1).softmax(-1)[..., :-1]
     torch.testing.assert_close(out[4:], (weights @ v).transpose(0, 1))
     assert not torch.allclose(out, plain)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_table": [[7, -2, 5, -1]]}, r"block_table\[0, 1\]=-2: expected a page id from 0 to 9"),
+        ({"block_table": [[7, 2, 10, -1]]}, r"block_table\[0, 2\]=10: expected a page id from 0 to 9"),
+        ({"seq_lens": [2]}, r"seq_lens\[0\]=2: expected its 3 query tokens to 16, block_table's columns × page_size"),
+        ({"seq_lens": [17]}, r"seq_lens\[0\]=17: expected its 3 query tokens to 16"),
+        ({"query_start_loc": [-3, 3]}, r"query_start_loc\[0:2\]=\[-3, 3\]: expected ascending numbers from 0 to 3"),
+        ({"query_start_loc": [0, 4]}, r"query_start_loc\[0:2\]=\[0, 4\]: expected ascending numbers from 0 to 3"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(changed: dict[str, list[Any]], message: str) -> None:
+    """torch would count negative pages, lengths and starts from the end."""
+    inputs = case((3, 1, 1))
+    one = {"q": inputs["q"][:3], "block_table": inputs["block_table"][:1], "seq_lens": torch.tensor([9])}
+    one["query_start_loc"] = torch.tensor([0, 3])
+    paged_attention(**(inputs | one))
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(inputs | one | {name: torch.tensor(value) for name, value in changed.items()}))
+
+
+def test_a_window_of_no_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window=0: expected an integer of at least 1"):
+        paged_attention(**case((1, 1, 1)), sliding_window=0)

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from trunkattn.validate import check_int
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -31,6 +33,9 @@ def paged_attention(
         logits_soft_cap: c, for logits c · tanh(x / c).
         sinks: [num_qo_heads] extra logits without a value.
 
+    Raises:
+        ValueError: a length, a query start or a page of a request is out of bounds; the message names it.
+
     Returns:
         out [num_query_tokens, num_qo_heads, head_dim_v] and lse [num_query_tokens, num_qo_heads], both float64, on the
         device of q. lse is the natural log-sum-exp of the logits, sinks not included.
@@ -44,10 +49,10 @@ def paged_attention(
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[3], dtype=torch.float64)
     lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
     for request in range(num_requests):
-        begin, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
-        length = int(seq_lens[request])
+        (begin, end), length = query_start_loc[request : request + 2].tolist(), int(seq_lens[request])
         if begin == end:
             continue
+        _check_request(request, (begin, end, length), block_table, (len(q), page_size, len(k_cache)))
         tokens = torch.arange(length, dtype=torch.int64, device=q.device)
         pages, offsets = block_table[request].to(q.device).long()[tokens // page_size], tokens % page_size
         keys, values = k_cache[pages, offsets].double(), v_cache[pages, offsets].double()
@@ -59,8 +64,7 @@ def paged_attention(
             logits = logits.masked_fill(hidden, -math.inf)
             lse[begin:end, head] = torch.logsumexp(logits, dim=-1)
             norm = lse[begin:end, head]
-            if sinks is not None:
-                norm = torch.logaddexp(norm, sinks[head].double())
+            norm = norm if sinks is None else torch.logaddexp(norm, sinks[head].double())
             out[begin:end, head] = torch.exp(logits - norm[:, None]) @ values[:, head // group_size]
     return out, lse
 
@@ -92,11 +96,31 @@ def latent_attention(
     return paged_attention(q, keys, values, *tables, sm_scale=sm_scale, sliding_window=sliding_window)
 
 
+def _check_request(
+    request: int, place: tuple[int, int, int], block_table: torch.Tensor, sizes: tuple[int, int, int]
+) -> None:
+    """Raises ValueError if a request is out of bounds: torch counts what is negative from the end.
+
+    place: its first query token, one past the last, and its length. sizes: of q, of a page, and of the cache in pages.
+    """
+    (begin, end, length), (num_query_tokens, page_size, num_pages) = place, sizes
+    if not 0 <= begin <= end <= num_query_tokens:
+        wanted = f"expected ascending numbers from 0 to {num_query_tokens}, the rows of q"
+        raise ValueError(f"query_start_loc[{request}:{request + 2}]={[begin, end]}: {wanted}")
+    most = block_table.shape[1] * page_size
+    if not end - begin <= length <= most:
+        wanted = f"expected its {end - begin} query tokens to {most}, block_table's columns × page_size"
+        raise ValueError(f"seq_lens[{request}]={length}: {wanted}")
+    for column, page in enumerate(block_table[request, : -(-length // page_size)].tolist()):
+        if not 0 <= page < num_pages:
+            raise ValueError(f"block_table[{request}, {column}]={page}: expected a page id from 0 to {num_pages - 1}")
+
+
 def _hidden(tokens: torch.Tensor, num_queries: int, sliding_window: int | None) -> torch.Tensor:
     """[num_queries, length] bool: whether token j of a sequence is hidden from each of its last `num_queries`
     tokens."""
     positions = tokens[len(tokens) - num_queries :, None]
     hidden = tokens[None, :] > positions
     if sliding_window is not None:
-        hidden |= tokens[None, :] <= positions - sliding_window
+        hidden |= tokens[None, :] <= positions - check_int("sliding_window", sliding_window, at_least=1)
     return hidden
