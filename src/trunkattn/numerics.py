@@ -10,7 +10,9 @@ GPU_OFFSET_END: Final = 2**31  # GPU kernels count elements from head to head, a
 MAX_GPU_TOKENS: Final = GPU_OFFSET_END // 8
 # A GPU's tanh is 1 less an exponential, which rounds logits by 2^-23 of the soft cap: above this by more than 2^-13.
 MAX_GPU_SOFT_CAP: Final = 1024.0
-NEG_INF: Final = -1e30  # the maximum of no logit; finite, so that the difference of two of them is not NaN
+# The maximum of no logit: the least number of float32, so no logit is below it. It is finite, so that the difference of
+# two of them is not NaN.
+NEG_INF: Final = -(2 - 2.0**-23) * 2.0**127
 
 
 def padded_head_dim(head_dim: int) -> int:

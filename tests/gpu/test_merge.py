@@ -19,7 +19,6 @@ from trunkattn.gpu.layer import Pdl
 from trunkattn.gpu.portable import merge
 from trunkattn.gpu.portable.spec import merge_tile
 from trunkattn.gpu.tiles import MergeTile
-from trunkattn.numerics import NEG_INF
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 
@@ -39,7 +38,7 @@ class Partials:
         self.queries = torch.randperm(len(counts)).int()
         self.partial = torch.randn(int(ends[-1]), self.num_qo_heads, width)
         self.lse = 5 * torch.randn(int(ends[-1]), self.num_qo_heads)
-        self.lse[torch.rand_like(self.lse) < 0.2] = NEG_INF
+        self.lse[torch.rand_like(self.lse) < 0.2] = -torch.inf
         self.v_scale = torch.rand(self.num_kv_heads) + 0.5
         self.sinks = torch.randn(self.num_qo_heads)
 
@@ -68,8 +67,7 @@ class Partials:
         out_lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
         scale = self.v_scale.double().repeat_interleave(self.num_qo_heads // self.num_kv_heads)[:, None]
         for query, (first, last) in zip(self.queries.tolist(), self.ranges.tolist(), strict=True):
-            lse = self.lse[first:last]
-            logits = torch.where(lse == NEG_INF, -torch.inf, lse).double()
+            logits = self.lse[first:last].double()
             whole = out_lse[query] = logits.logsumexp(0)
             if sinks:
                 whole = torch.logaddexp(whole, self.sinks.double())

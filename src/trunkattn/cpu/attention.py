@@ -155,6 +155,8 @@ def _finish(work, begin, head, rows, width, shape, ws, options, outputs):
         else:
             row = slot * shape.num_qo_heads + query_head
             acc, partial = array_at(acc_at, np.float32), _row_at(outputs.partial, row, shape)
+            if total == 0:  # every logit of this part is -inf, and the other parts have the weight
+                total = np.float32(1.0)
             for d in range(shape.head_dim_v):
                 partial[d] = acc[d] / total
             partial_lse[row] = lse

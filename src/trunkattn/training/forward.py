@@ -121,7 +121,7 @@ def forward_kernel(
     out = tensors.out + begin * token_stride + queries.head * SHAPE.head_values.dim
     store_tile(out, first, token_stride, length, output_of(state), VALUES)
     row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
-    tl.store(tensors.lse + row + m, lse_of(state, -float("inf")), mask=m < length)
+    tl.store(tensors.lse + row + m, lse_of(state), mask=m < length)
 
 
 class _Bound(NamedTuple):

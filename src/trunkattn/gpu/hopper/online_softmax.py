@@ -187,8 +187,8 @@ def softmax_step(row_max, row_sum, scores, scale, mask, MASK: gl.constexpr, SOFT
 @gluon.jit
 def finalize(row_max, row_sum):
     """Returns 1 / row_sum and lse. A row that sees no key of its item gets a zero output and NEG_INF."""
-    safe_sum = gl.where(row_sum > 0, row_sum, 1.0)
-    lse = gl.where(row_sum > 0, row_max * _LN_2 + gl.log(safe_sum), NEG_INF)
+    safe_sum = gl.where(row_sum == 0, 1.0, row_sum)
+    lse = gl.where(row_sum == 0, NEG_INF, row_max * _LN_2 + gl.log(safe_sum))
     return 1.0 / safe_sum, lse
 
 

@@ -18,7 +18,6 @@ from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.arguments import Modifiers, Operands, Strides
 from trunkattn.gpu.portable.online_softmax import (
-    NEG_INF,
     Softmax,
     add_partial,
     add_values,
@@ -259,7 +258,7 @@ def merge_earlier(state, rows, first, last, operands, SHAPE: tl.constexpr):
     for i in range(0, tl.max(last - first, 0)):
         valid = rows.used & (first + i < last)
         slot_at = (first + i).to(tl.int64) * SHAPE.num_qo_heads + rows.head
-        lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
+        lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=-float("inf"))
         mask = valid[:, None] & (dv < SHAPE.head_dim_v)[None, :]
         partial = tl.load(operands.partial + slot_at[:, None] * SHAPE.head_dim_v + dv[None, :], mask=mask, other=0.0)
         state = add_partial(state, partial, lse, valid)

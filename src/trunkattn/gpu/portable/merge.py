@@ -71,7 +71,7 @@ def _add_block(state, operands, first, last, head, dv, SHAPE: tl.constexpr, COUN
     slot = first + tl.arange(0, COUNT)
     slot_at = slot.to(tl.int64) * SHAPE.num_qo_heads + tl.expand_dims(head, len(head.shape))
     valid, slot_at = tl.broadcast(slot < last, slot_at)
-    lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=NEG_INF)
+    lse = tl.load(operands.partial_lse + slot_at, mask=valid, other=-float("inf"))
     LAST: tl.constexpr = len(slot_at.shape)
     mask = tl.expand_dims(valid, LAST) & (dv < SHAPE.head_dim_v)
     at = tl.expand_dims(slot_at, LAST) * SHAPE.head_dim_v + dv
@@ -123,7 +123,7 @@ def _merge_heads(
                 state = _add_block(state, operands, start, last, head, dv, SHAPE, MANY)
     AXIS: tl.constexpr = len(head.shape)
     lse = state.row_max * LN_2 + tl.log(state.row_sum)  # -inf if no partial saw a key
-    divisor = tl.where(state.row_sum > 0, state.row_sum, 1.0)
+    divisor = tl.where(state.row_sum == 0, 1.0, state.row_sum)
     scale = tl.load(v_scale + head // SHAPE.group_size)
     if SINKS:
         divisor *= sink_divisor(tl.load(sinks + head).to(tl.float32), lse)

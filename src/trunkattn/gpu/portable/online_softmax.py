@@ -87,14 +87,14 @@ def add_partials(state, partials, lse, valid):
 @triton.jit
 def output_of(state):
     """Returns the output of each row, which is 0 for a row that has seen no key."""
-    return state.acc / tl.where(state.row_sum > 0, state.row_sum, 1.0)[:, None]
+    return state.acc / tl.where(state.row_sum == 0, 1.0, state.row_sum)[:, None]
 
 
 @triton.jit
-def lse_of(state, EMPTY_LSE: tl.constexpr):
-    """Returns the lse of each row, which is EMPTY_LSE for a row that has seen no key."""
-    row_sum = tl.where(state.row_sum > 0, state.row_sum, 1.0)
-    return tl.where(state.row_sum > 0, state.row_max * LN_2 + tl.log(row_sum), EMPTY_LSE)
+def lse_of(state):
+    """Returns the lse of each row, which is -inf for a row that has seen no key, and NaN for one whose sum is NaN."""
+    row_sum = tl.where(state.row_sum == 0, 1.0, state.row_sum)
+    return tl.where(state.row_sum == 0, -float("inf"), state.row_max * LN_2 + tl.log(row_sum))
 
 
 @triton.jit

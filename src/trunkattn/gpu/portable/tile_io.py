@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.portable.online_softmax import NEG_INF, lse_of, output_of, sink_divisor
+from trunkattn.gpu.portable.online_softmax import lse_of, output_of, sink_divisor
 from trunkattn.planner.work_list import DIRECT
 
 _DIRECT = tl.constexpr(DIRECT)
@@ -100,7 +100,7 @@ def store_rows(
     head."""
     dv = tl.arange(0, SHAPE.padded_dim_v)
     columns = (dv < SHAPE.head_dim_v)[None, :]
-    result, lse = output_of(state), lse_of(state, NEG_INF)
+    result, lse = output_of(state), lse_of(state)
     kept = rows.used & (partial_slot != _DIRECT)
     slot_at = partial_slot.to(tl.int64) * SHAPE.num_qo_heads + rows.head
     mask = kept[:, None] & columns
