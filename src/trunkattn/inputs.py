@@ -373,5 +373,5 @@ def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:
 
 
 def scale_tensor(value: float | torch.Tensor) -> float | torch.Tensor:
-    """A checked scale to multiply a [num_kv_heads] tensor by."""
-    return value.detach().to(torch.float32).reshape(-1) if isinstance(value, torch.Tensor) else value
+    """A checked scale to multiply a [num_kv_heads] tensor by. torch multiplies by no fractions or huge integers."""
+    return value.detach().to(torch.float32).reshape(-1) if isinstance(value, torch.Tensor) else float(value)

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,3 +207,47 @@ def test_a_key_that_is_not_finite_reaches_nobody_from_before_a_window(batch_inva
     executor = GpuBackend(config, torch.device("cpu"))
     out, _ = run(executor, plan(executor, batch, window=30), q, (k, v))
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+def test_logits_may_lie_near_the_end_of_float32(policy: str) -> None:
+    """Decodes, prompt chunks and merges: no first maximum is above a logit."""
+    batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 40, 1, 1, 2, 1], np.int32))
+    executor, (k, v) = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
+    step = plan(executor, batch)
+    assert step.num_chunks == 1
+    q = torch.zeros(step.num_query_tokens, 4, 32)
+    q[..., 0] = 1e17
+    k.mul_(0)[..., 0] += -1e15 * (1 + torch.arange(k[..., 0, 0].numel()).view(*k.shape[:2], 1))
+    out, lse = run(executor, step, q, (k, v))
+    want, want_lse = expected(batch, q, (k, v))
+    assert bool((want_lse < -1e31).all())
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["auto", "pat"])
+def test_the_lse_of_a_query_that_is_not_a_number_is_none_either(policy: str) -> None:
+    """A finite one would hide the NaN where states are merged."""
+    batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 40, 1, 1, 2, 1], np.int32))
+    executor, kv = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
+    step = plan(executor, batch)
+    q = torch.randn(step.num_query_tokens, 4, 32)
+    clean, clean_lse = run(executor, step, q, kv)
+    for token in (0, 5 + 20):  # of a decode and of a chunk
+        bad = q.clone()
+        bad[token, 1] = math.nan
+        out, lse = run(executor, step, bad, kv)
+        hit = torch.zeros(lse.shape, dtype=torch.bool)
+        hit[token, 1] = True
+        assert torch.equal(lse.isnan(), hit) and torch.equal(out.isnan(), hit[..., None].expand_as(out))
+        assert torch.equal(out[~hit], clean[~hit]) and torch.equal(lse[~hit], clean_lse[~hit])
+
+
+def test_scales_may_be_any_real_numbers() -> None:
+    """torch multiplies neither by fractions nor by integers of more than 64 bits."""
+    executor = GpuBackend(CONFIG, torch.device("cpu"))
+    step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    out, _ = run(executor, step, q, kv, k_scale=Fraction(1, 2), v_scale=2**70)
+    same, _ = run(executor, step, q, kv, k_scale=0.5, v_scale=2.0**70)
+    assert torch.equal(out, same)
