@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from trunkattn.kv_cache import CacheManager, OutOfPages, PageCopy, PrefixIndex
@@ -406,3 +407,18 @@ def test_a_fork_keeps_its_parents_salt() -> None:
     cache.commit("b", [1, 2, 3])
     assert cache.admit("c", [1, 2, 3], b"x") == 2
     assert cache.admit("d", [1, 2, 3]) == 0
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
+def test_integers_of_numpy_are_taken_as_numbers(kind: type[np.integer]) -> None:
+    """Their own arithmetic would overflow: the negative of a uint8 is a positive number."""
+    cache = CacheManager(num_pages=100, page_size=kind(2))  # type: ignore[arg-type]
+    cache.admit("a", list(range(100)))
+    assert cache.can_extend("a", kind(100))  # type: ignore[arg-type]
+    cache.extend("a", kind(100))  # type: ignore[arg-type]
+    assert len(cache.pages("a")) == 50
+    cache.commit("a", list(range(100)), kind(100))  # type: ignore[arg-type]
+    assert type(cache.num_tokens("a")) is int
+    usage = cache.usage(kind(120), {"a": kind(110)})  # type: ignore[arg-type, dict-item]
+    assert usage.contiguous is not None
+    assert (usage.contiguous.reserved, usage.contiguous.internal, usage.contiguous.external) == (10, 10, 80)

@@ -104,7 +104,7 @@ class CacheManager:
         self.pool = PagePool(num_pages, page_size)
         self.index = PrefixIndex(page_size)
         self.enable_prefix_caching = enable_prefix_caching
-        self.page_size = page_size
+        self.page_size = self.pool.page_size
         self._requests: dict[Hashable, _Request] = {}
 
     @property
@@ -154,6 +154,7 @@ class CacheManager:
     def can_extend(self, request_id: Hashable, num_tokens: int) -> bool:
         """Whether `extend` with the same arguments would succeed now."""
         request = self._request(request_id)
+        num_tokens = check_int("num_tokens", num_tokens, request.num_tokens)
         return sum(self._growth(request, num_tokens)) <= self.num_free_pages
 
     def extend(self, request_id: Hashable, num_tokens: int) -> list[PageCopy]:
@@ -172,6 +173,7 @@ class CacheManager:
             OutOfPages: too few pages are free or evictable.
         """
         request = self._request(request_id)
+        num_tokens = check_int("num_tokens", num_tokens, request.num_tokens)  # those of NumPy overflow in arithmetic
         num_new, num_copied = self._growth(request, num_tokens)
         copies: list[PageCopy] = []
         if num_new or num_copied:
@@ -197,8 +199,7 @@ class CacheManager:
             num_tokens: from the committed tokens to the room that `extend` granted; None: all of `tokens`.
         """
         request = self._request(request_id)
-        count = len(tokens) if num_tokens is None else num_tokens
-        check_int("num_tokens", count, max(request.num_tokens, 1))
+        count = check_int("num_tokens", len(tokens) if num_tokens is None else num_tokens, max(request.num_tokens, 1))
         if count > request.room or count > len(tokens):
             raise ValueError(
                 f"num_tokens={count}: expected at most the {request.room} tokens that extend granted and the "
@@ -334,7 +335,6 @@ class CacheManager:
 
     def _growth(self, request: _Request, num_tokens: int) -> tuple[int, int]:
         """Pages that growth to `num_tokens` needs: new ones at the end, and copies of shared ones (0 or 1)."""
-        check_int("num_tokens", num_tokens, request.num_tokens)
         if num_tokens <= request.room:
             return 0, 0
         num_new = max(self._pages_for(num_tokens) - len(request.pages), 0)
@@ -353,12 +353,14 @@ class CacheManager:
         return self.pool.allocate(n)
 
     def _contiguous_usage(self, max_model_len: int, final_lens: Mapping[Hashable, int]) -> SlotUsage:
-        check_int("max_model_len", max_model_len, 1)
-        for request_id, final_len in final_lens.items():
-            check_int(f"final_lens[{request_id!r}]", final_len, self._request(request_id).num_tokens)
+        max_model_len = check_int("max_model_len", max_model_len, 1)
+        ends = {
+            request_id: check_int(f"final_lens[{request_id!r}]", final_len, self._request(request_id).num_tokens)
+            for request_id, final_len in final_lens.items()
+        }
         tokens = reserved = internal = 0
         for request_id, request in self._requests.items():
-            final_len = final_lens.get(request_id, max_model_len)
+            final_len = ends.get(request_id, max_model_len)
             if max(request.num_tokens, final_len) > max_model_len:
                 raise ValueError(
                     f"max_model_len={max_model_len}: expected at least the length of request {request_id!r}, which "
