@@ -1,14 +1,17 @@
 """How functions are compiled for the CPU: what the cache notices, running without one, and who is told."""
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, NullCache
 
 from trunkattn import compiled
@@ -153,3 +156,26 @@ def test_no_compiler_of_the_cpu_is_imported_before_a_plan_needs_it() -> None:
     imported = "print(sorted({'numba', 'llvmlite'} & set(sys.modules)))"
     done = in_a_process_of_its_own("; ".join(["import sys", *(f"{use}; {imported}" for use in uses)]))
     assert done.stdout.splitlines() == ["[]"] * len(uses), (uses, done.stdout, done.stderr)
+
+
+class Interrupting(event.Listener):
+    """Stands for somebody who presses Ctrl-C while a function is being compiled."""
+
+    def on_start(self, event: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def on_end(self, event: Any) -> None:
+        """Nobody does anything then."""
+
+
+def test_an_interrupt_waits_for_the_end_of_a_compilation() -> None:
+    """An interrupted compiler frees memory twice, whoever calls the function first."""
+    dispatcher = compiled.njit(first_axis)
+    dispatcher._cache = NullCache()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with event.install_listener("numba:compile", Interrupting()), pytest.raises(KeyboardInterrupt):
+            dispatcher(np.zeros(3))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(dispatcher.overloads) == 1 and dispatcher(np.zeros(3)) == 3

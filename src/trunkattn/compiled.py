@@ -18,6 +18,8 @@ import numba
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
+from trunkattn.interrupts import held_interrupts
+
 _LOG: Final = logging.getLogger(__name__)
 _PACKAGE: Final = Path(__file__).parent
 # The files and folders with compiled functions, and with constants that these are compiled with.
@@ -44,11 +46,24 @@ def njit(function: Callable | None = None, *, inner: bool = False, by_address: b
 
     def compile_lazily(function: Callable) -> Any:
         dispatcher = numba.njit(**wrappers, **options)(function)
+        if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it at run time
+            dispatcher.compile = _uninterrupted(dispatcher.compile)
         if not inner and cache_folder() is not None:
             dispatcher._cache = _PackageCache(function)
         return dispatcher
 
     return compile_lazily if function is None else compile_lazily(function)
+
+
+def _uninterrupted(compile_one: Callable) -> Callable:
+    """Numba's method that compiles a function or loads it, without interrupts: then its compiler would free memory
+    twice."""
+
+    def compile_without_interrupts(signature: Any) -> Any:
+        with held_interrupts():
+            return compile_one(signature)
+
+    return compile_without_interrupts
 
 
 @cache

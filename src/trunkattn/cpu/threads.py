@@ -20,7 +20,6 @@ from numba import types
 from trunkattn.compiled import njit
 from trunkattn.cpu.arguments import array_at
 from trunkattn.cpu.microkernel import add_to, call_kernel
-from trunkattn.interrupts import held_interrupts
 
 _NUM_CALLS, _TAKEN = 2, 3  # places in a loop's numbers, see `_take_calls`
 _PAUSE_HARD = 2  # `omp_pause_hard` of OpenMP 5.0
@@ -104,8 +103,7 @@ def _take_calls_address() -> int:
 
 
 def _address(function: Any, *argument_types: Any) -> int:
-    with held_interrupts():  # an interrupted compiler frees memory twice
-        compiled = function.get_compile_result(types.void(*argument_types))
+    compiled = function.get_compile_result(types.void(*argument_types))
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
     return address
 
