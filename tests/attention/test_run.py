@@ -296,3 +296,51 @@ def test_threads_of_torch_stay_as_they_are() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "1\n"
+
+
+@pytest.mark.parametrize("policy", ["cascade", "per_query"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_logits_may_lie_near_the_end_of_float32(policy: str, window: int | None) -> None:
+    """A row's first maximum must not be above its logits: the sum of its weights would be 0."""
+    attention, step = make_attention(policy=policy), one_step(window=window)
+    slots = torch.arange(step.k_cache[..., 0, 0].numel()).view(step.k_cache.shape[:2])
+    step.q[:], step.q[..., 0] = 0.0, 1e17
+    step.k_cache.mul_(0)[..., 0] += -1e15 * (1 + slots[..., None])
+    out, lse = step.run(attention)
+    expected, expected_lse = step.oracle()
+    assert bool((expected_lse < -1e31).all()), "all of a request's logits are far below those of other tests"
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["cascade", "per_query"])
+def test_a_part_that_nobody_wants_leaves_the_weight_to_the_others(policy: str) -> None:
+    """All logits of the trunk are -inf, which is no reason for NaN as long as other logits are finite."""
+    attention, step = make_attention(policy=policy), one_step()
+    step.q[:], step.q[..., 0] = 0.0, 1.0
+    trunk = step.batch.block_table[0, :4]
+    step.k_cache.mul_(0)
+    step.k_cache[torch.from_numpy(trunk).long(), :, :, 0] = -math.inf
+    plan = step.plan(attention)
+    assert plan.step.planned.work.num_slots > 0 or policy == "per_query"
+    out, lse = step.run(attention, plan)
+    own = step.oracle()
+    torch.testing.assert_close(out.double(), own[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), own[1], rtol=0, atol=1e-5)
+
+
+def test_partial_results_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, step = make_attention(policy="cascade"), one_step()
+    expected = step.run(attention)[0]
+
+    def no_memory(*arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trunkattn.cpu.parallel.Workspace", no_memory)
+        larger = random_forest(np.random.default_rng(5), page_size=16, max_requests=30, max_own_tokens=400)
+        with pytest.raises(
+            ValueError, match=r"policy='cascade' leaves \d+ partial results of 4 heads × 32 numbers, for"
+        ):
+            one_step(5, larger).plan(attention)
+    assert torch.equal(step.run(attention)[0], expected)

@@ -24,11 +24,29 @@ print(planned.policy, [array.tolist() for array in vars(planned.work).values()])
 """
 
 
-def planned(disable_jit: str) -> str:
+def printed(code: str, disable_jit: str) -> str:
     environment = os.environ | {"NUMBA_DISABLE_JIT": disable_jit}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", PLAN]  # the hash of pages is meant to overflow
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", code]  # the hash of pages is meant to overflow
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_plain_python_plans_the_same_bits() -> None:
-    assert planned("1") == planned("0") != ""
+    assert printed(PLAN, "1") == printed(PLAN, "0") != ""
+
+
+CHAIN: Final = """
+import numpy as np
+from trunkattn.planner import prefix_forest
+
+find, found = prefix_forest._find, []
+prefix_forest._find = lambda *arguments: found.append(1) or find(*arguments)
+rows = np.arange(200, dtype=np.int32)
+table = np.where(rows < rows[:, None], rows, rows + 1000)
+prefix_forest.build_forest(table, rows + 1, np.ones_like(rows), 1, 1)
+print(len(found))
+"""
+
+
+def test_a_row_begins_where_it_leaves_the_row_before_it() -> None:
+    """Each row of this chain shares one page more, and from the top it would take as many steps as it has pages."""
+    assert int(printed(CHAIN, "1")) <= 4 * 200

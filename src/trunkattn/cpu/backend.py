@@ -115,7 +115,16 @@ class CpuBackend:
         space = self._workspace
         lanes, slots = max(prepared.max_lanes, space.lanes), max(prepared.work.num_slots, space.num_slots)
         if (lanes, slots) != (space.lanes, space.num_slots):
-            self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
+            try:
+                self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
+            except MemoryError as error:
+                states = (
+                    f"{slots} partial results of {self._shape.num_qo_heads} heads × {self._shape.head_dim_v} numbers"
+                )
+                raise ValueError(
+                    f"policy={self.config.policy!r} leaves {states}, for which there is no memory: expected a batch "
+                    "that is cut into fewer pieces, or policy='auto'"
+                ) from error
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""

@@ -32,6 +32,7 @@ from trunkattn.compiled import njit
 ROOT: Final = -1  # parent of a node without one
 _EMPTY: Final = -1
 _TOP: Final = 0  # while a forest is built, all of its trees hang below this node, which holds no column
+_COMPARED: Final = 64  # columns that are compared at once
 _MIN_BUCKETS: Final = 4
 _BUCKETS_PER_ROW: Final = 4  # a row adds at most two children, so the hash table stays half empty
 
@@ -77,8 +78,9 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     table [num_requests, max_pages], seq_lens and query_lens [num_requests], all int32. Rows without query tokens are
     left out. share_columns: columns are shared in groups of this many: 1, or a span of a batch-invariant plan.
 
-    Each row walks down from the top as far as its pages are those of a node, which a hash table finds by (parent, next
-    pages). Where it leaves a node in the middle, the node is cut in two.
+    Each row walks down as far as its pages are those of a node, which a hash table finds by (parent, next pages). It
+    begins at the last node that it shares with the row before it: neighbours often share nearly all of a long path.
+    Where it leaves a node in the middle, the node is cut in two.
     """
     num_rows = table.shape[0]
     nodes = np.empty(2 * num_rows + 1, _NODE)
@@ -88,11 +90,17 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     buckets = np.full(num_buckets, _EMPTY, np.int32)  # open addressing: (parent, group of pages) -> child
     _set_node(nodes, np.int64(_TOP), np.int64(0), np.int64(0), np.int64(0))
     count = np.int64(1)  # a literal would make Numba compile the helpers a second time
+    node = np.int64(_TOP)  # the parent of the last leaf
+    before, full_before = np.int64(0), np.int64(0)  # its row, and how many columns of that can be shared
     for row in range(num_rows):
         if query_lens[row] == 0:
             continue
         full = seq_lens[row] // page_size // share_columns * share_columns
-        node, col = np.int64(_TOP), np.int64(0)
+        common = _num_common(table, np.int64(row), before, min(full, full_before))
+        while nodes[node].col_end > common:
+            node = np.int64(nodes[node].parent)
+        col = np.int64(nodes[node].col_end)
+        before, full_before = np.int64(row), full
         while col < full:
             bucket = _find(nodes, buckets, table, row, col, node, share_columns)
             child = np.int64(buckets[bucket])
@@ -141,6 +149,17 @@ def _same(table, row_a, row_b, col, width):
     for j in range(col, col + width):
         equal &= table[row_a, j] == table[row_b, j]
     return equal
+
+
+@njit(inner=True)
+def _num_common(table, row_a, row_b, most):
+    """The number of leading columns, at most `most`, in which two rows have the same pages."""
+    col = np.int64(0)
+    while col + _COMPARED <= most and _same(table, row_a, row_b, col, _COMPARED):
+        col += _COMPARED
+    while col < most and table[row_a, col] == table[row_b, col]:
+        col += 1
+    return col
 
 
 @njit(inner=True)
