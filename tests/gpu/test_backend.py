@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
-from trunkattn import AttentionConfig
+from trunkattn import AttentionConfig, Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
@@ -251,3 +251,39 @@ def test_scales_may_be_any_real_numbers() -> None:
     out, _ = run(executor, step, q, kv, k_scale=Fraction(1, 2), v_scale=2**70)
     same, _ = run(executor, step, q, kv, k_scale=0.5, v_scale=2.0**70)
     assert torch.equal(out, same)
+
+
+def places_in_blocks(executor: GpuBackend, step: Any, query: int, position: int, window: int) -> list[list[int]]:
+    """[partial slot after the query's first, token, place in its block] of each key that a query sees."""
+    tiles, rule, found = step.tiles.tile_list(), executor._planner.rule, []
+    for start, _, end, begin, stop in tiles.items.tolist():
+        for entry in np.flatnonzero(tiles.queries[begin:stop] == query) + begin:
+            for nth, (_, packed, first) in enumerate(tiles.segments[start:end].tolist()):
+                for token in range(max(first, position - window + 1), min(first + (packed >> 16), position + 1)):
+                    place = nth * rule.segment_size + token - first
+                    found.append([int(tiles.partial_slots[entry]), token, place % rule.tiles[0].block_tokens])
+    lowest = min(slot for slot, _, _ in found)
+    return sorted([slot - lowest, token, place] for slot, token, place in found)
+
+
+@pytest.mark.parametrize("policy", ["auto", "cascade", "per_query"])
+@pytest.mark.parametrize("window", [UNLIMITED, 100, 300])
+@pytest.mark.parametrize("page_size", [16, 48])
+def test_a_batch_invariant_request_is_cut_alike_under_every_window(policy: str, window: int, page_size: int) -> None:
+    """Where the window of one request begins, the keys of others keep their places in their blocks."""
+    config = replace(CONFIG, policy=policy, batch_invariant=True, page_size=page_size)
+    batch = tree_batch(parse_tree("1,2,4_576,96,21"), page_size, row_seed=0, page_seed=1)
+    lens, counts = batch.seq_lens - np.array([0, 7, 0, 20], np.int32), np.array([1, 3, 1, 1], np.int32)
+    batch = replace(batch, seq_lens=lens, query_lens=counts)
+    capacity = Capacity(4, 6, batch.block_table.shape[1], batch.num_pages)
+    executor, kv = GpuBackend(config, torch.device("cpu"), capacity), caches(batch, config)
+    step, q = plan(executor, batch, window=window), torch.randn(6, 4, 32)
+    step.check()
+    want, _ = expected(batch, q, kv, sliding_window=window)
+    torch.testing.assert_close(run(executor, step, q, kv)[0].double(), want, rtol=0, atol=1e-5)
+    for row in range(4):
+        alone, first = plan(executor, batch, [row], window), int(batch.query_start_loc[row])
+        for query in range(int(counts[row])):
+            position = int(lens[row] - counts[row]) + query
+            own = places_in_blocks(executor, alone, query, position, window)
+            assert own == places_in_blocks(executor, step, first + query, position, window)

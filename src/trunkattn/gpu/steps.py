@@ -144,7 +144,7 @@ class PackPlanner:
         """Plans a batch; see StepPlanner."""
         planned = self._parts.forests.plan(batch)
         batch = StepTables(planned.batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window)
-        tile_list = tile_work(self.rule, planned.work, batch)
+        tile_list = tile_work(self.rule, planned.work, batch, planned.spec.rule.fixed_chunk)
         return HostTiles(batch, tile_list, PackingChoice(planned.policy, planned.reason))
 
     def forget(self) -> None:

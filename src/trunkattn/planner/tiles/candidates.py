@@ -243,7 +243,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> 
         cut = tokens * num_partials
         return TileLimits(
             items=cut,
-            segments=cut * 2 + tokens * segments_of_request,
+            segments=cut * (2 + rule.tiles[-1].block_tokens // rule.segment_size) + tokens * segments_of_request,
             queries=cut,
             merged=tokens,
             slots=cut,
@@ -283,16 +283,20 @@ def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int
     return positions
 
 
-def tile_work(rule: TilingRule, work: WorkList, batch: StepTables) -> TileList:
-    """The work list of a packing policy as a tile list: each item goes to the lowest tile that holds it."""
+def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: int = 0) -> TileList:
+    """The work list of a packing policy as a tile list: each item goes to the lowest tile that holds it.
+
+    fixed_chunk: see `SplitRule`.
+    """
     table, seq_lens, starts, window = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window
     positions = query_positions(seq_lens, starts)
     heights = [tile.entries(rule.group_size) for tile in rule.tiles]
     buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
     per_tile = [tile_costs.EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
     block_segments = np.array(per_tile, np.int32)[buckets]
+    grid = tiles.KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else tiles.KeyGrid(1, 1)
     emitted = tiles.items_of_work(
-        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments
+        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments, grid
     )
     if rule.list_rule.is_nested:
         emitted = nest(emitted, buckets, rule.list_rule.subtiles)

@@ -322,14 +322,32 @@ def heaviest_first(outline, num_entries):
     return items[np.argsort(-lengths, kind="mergesort")], num_slots
 
 
+class KeyGrid(NamedTuple):
+    """Where blocks of keys begin in a batch-invariant list: in each `span` tokens of a sequence every `block` tokens. A
+    span of one token: wherever an item begins."""
+
+    span: int
+    block: int
+
+
+@njit(inner=True)
+def _first_listed(start, grid):
+    """The first token of the block that holds an item's first token."""
+    return start - start % grid.span % grid.block
+
+
 @njit
-def items_of_work(work, table, positions, window, segment_size, page_size, block_segments):
-    """The items of a WorkList as Items whose segments are all for all queries of the item. work: its items and
-    queries."""
+def items_of_work(work, table, positions, window, segment_size, page_size, block_segments, grid):
+    """The items of a WorkList as Items whose segments are all for all queries of the item. work: its items and queries.
+
+    On a grid, where a window begins within a block, the segments before it are listed as empty ones, so that all others
+    keep their places.
+    """
     source, queries = work
     total = np.int64(0)
     for i in range(len(source)):
-        total += (source[i, KV_END] + segment_size - 1) // segment_size - source[i, KV_START] // segment_size
+        first = _first_listed(np.int64(source[i, KV_START]), grid)
+        total += (source[i, KV_END] + segment_size - 1) // segment_size - first // segment_size
     items = source.copy()
     segments = np.empty((total, SEGMENT_COLUMNS), np.int32)
     at = 0
@@ -341,12 +359,15 @@ def items_of_work(work, table, positions, window, segment_size, page_size, block
             lowest, highest = min(lowest, positions[queries[j]]), max(highest, positions[queries[j]])
         items[i, SEGMENT_START] = at
         full, leading = 0, True
-        token = start
+        token = _first_listed(np.int64(start), grid)
         while token < end:
             tokens = min((token // segment_size + 1) * segment_size, end) - token  # a window may start inside a segment
-            segments[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
-            segments[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
-            segments[at, SEGMENT_POSITION] = token
+            if token + tokens > start:
+                segments[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
+                segments[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
+                segments[at, SEGMENT_POSITION] = token
+            else:
+                segments[at, :] = 0
             is_full = tokens == segment_size and token + segment_size - 1 <= lowest and token > highest - window
             leading = leading and is_full
             full += leading
