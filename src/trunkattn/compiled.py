@@ -56,8 +56,8 @@ def njit(function: Callable | None = None, *, inner: bool = False, by_address: b
 
 
 def _uninterrupted(compile_one: Callable) -> Callable:
-    """Numba's method that compiles a function or loads it, without interrupts: then its compiler would free memory
-    twice."""
+    """Numba's method that compiles or loads a function, for whose end interrupts wait: an interrupted compiler frees
+    memory twice."""
 
     def compile_without_interrupts(signature: Any) -> Any:
         with held_interrupts():

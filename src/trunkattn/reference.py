@@ -33,12 +33,12 @@ def paged_attention(
         logits_soft_cap: c, for logits c · tanh(x / c).
         sinks: [num_qo_heads] extra logits without a value.
 
-    Raises:
-        ValueError: a length, a query start or a page of a request is out of bounds; the message names it.
-
     Returns:
         out [num_query_tokens, num_qo_heads, head_dim_v] and lse [num_query_tokens, num_qo_heads], both float64, on the
         device of q. lse is the natural log-sum-exp of the logits, sinks not included.
+
+    Raises:
+        ValueError: a length, a query start or a page of a request is out of bounds; the message names it.
     """
     num_requests = len(seq_lens)
     if query_start_loc is None:

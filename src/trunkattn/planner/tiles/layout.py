@@ -323,8 +323,8 @@ def heaviest_first(outline, num_entries):
 
 
 class KeyGrid(NamedTuple):
-    """Where blocks of keys begin in a batch-invariant list: in each `span` tokens of a sequence every `block` tokens. A
-    span of one token: wherever an item begins."""
+    """The tokens at which blocks of keys begin, as batch-invariant lists need them: every `block` tokens of each `span`
+    tokens of a sequence. With spans of one token they begin where items do."""
 
     span: int
     block: int
