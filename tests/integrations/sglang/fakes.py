@@ -139,7 +139,7 @@ def error(backend: Any, runner: Any, layer: RadixAttention, batch: Any, sinks: t
     real = len(batch.seq_lens) - batch.num_padding
     queries = torch.ones(real) if batch.forward_mode.is_decode() else batch.extend_seq_lens
     starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(torch.int32)
-    scales = [getattr(layer, f"{name}_float") or 1.0 for name in ("k_scale", "v_scale")]
+    scales = [1.0 if scale is None else float(scale) for scale in (layer.k_scale, layer.v_scale)]
     caches = [
         buffer.double()[: buffer.shape[0] // page * page] * scale
         for buffer, scale in zip(pool.get_kv_buffer(layer.layer_id), scales, strict=True)

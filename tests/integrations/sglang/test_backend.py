@@ -55,6 +55,20 @@ def test_narrow_caches(dtype: torch.dtype, scaled: bool) -> None:
     assert error(backend, runner, layer, batch) < 1e-5
 
 
+def test_scales_that_are_loaded_again() -> None:
+    """SGLang changes the tensors that it divides by. Weights from tensors leave its numbers as they were."""
+    runner = make_runner(kv_dtype=torch.float8_e4m3fn)
+    (layer,) = layers_of(runner)
+    layer.k_scale, layer.v_scale = (torch.nn.Parameter(torch.tensor(x), requires_grad=False) for x in (0.5, 2.0))
+    layer.k_scale_float, layer.v_scale_float = 0.5, 2.0
+    backend, batch = TrunkBackend(runner), DECODES.batch(runner)
+    for k_scale, v_scale in ((0.5, 2.0), (0.25, 0.75)):
+        layer.k_scale.data.fill_(k_scale)
+        layer.v_scale.data.fill_(v_scale)
+        backend.init_forward_metadata(batch)
+        assert error(backend, runner, layer, batch) < 1e-5
+
+
 def test_a_layer_that_reads_what_another_has_stored() -> None:
     runner = make_runner()
     (layer,) = layers_of(runner)

@@ -250,6 +250,7 @@ def is_idle(batch: Any) -> bool:
 
 
 def _scale(layer: Any, name: str) -> Any:
-    """What stored keys or values are multiplied by: a number, a tensor of one element, or None."""
-    number = getattr(layer, f"{name}_float", None)
-    return getattr(layer, name, None) if number is None else number
+    """What stored keys or values are multiplied by: the tensor of one element that SGLang divides them by, because
+    weights that are loaded again change it in its place, where CUDA graphs read it; otherwise a number, or None."""
+    scale = getattr(layer, name, None)
+    return getattr(layer, f"{name}_float", None) if scale is None else scale
