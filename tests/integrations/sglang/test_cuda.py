@@ -120,6 +120,7 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
         (Step([9, 24, 16], [41, 56, 33]), 64),  # more tokens than SGLang said
         (Step([9, 24, 15], [41, 56, 33]), 2),  # more requests
         (Step([9, 24, 1], [41, 56, 33], mixed=True), 64),
+        (Step([24, 1, 1], [41, 56, 33]), 64),  # mixed, as SGLang 0.5.23 announces it
         (Step([2, 8, 1], [41, 56, 33]), 64),  # few tokens, which may share much
         (Step([9, 0, 1], [41, 56, 33]), 64),
     ],

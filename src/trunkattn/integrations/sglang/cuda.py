@@ -101,9 +101,11 @@ class TrunkCudaBackend(TrunkBackend):
         query_lens = torch.as_tensor(queries, dtype=torch.int64, device="cpu")
         if rows != len(query_lens) or rows > self._most_rows:
             return None
-        if bool((query_lens == 1).all()):
+        decodes = int((query_lens == 1).sum())
+        if decodes == rows:
             return DeviceStep(rows, 0, "decode")
-        chunks = self._room.chunks(query_lens, lens[:rows])
+        # SGLang 0.5.23 runs mixed steps as steps of prompts; several rows that decode may share much.
+        chunks = self._room.chunks(query_lens, lens[:rows]) if decodes < 2 else None
         return None if chunks is None else DeviceStep(rows, 0, "prefill", chunks)
 
     @property
