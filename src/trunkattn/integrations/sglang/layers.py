@@ -24,8 +24,12 @@ class LayerKind(NamedTuple):
 
 def attention_layers(runner: Any) -> list[Any]:
     """The layers that SGLang asks a back end for. Those that read what another one has stored have its layer_id. A
-    model with latent attention has further ones, of its prompts, which have another width."""
+    model with latent attention has further ones, of its prompts, which have another width, and one with linear
+    attention may have further ones that store nothing in the KV pool."""
     layers = [module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"]
+    pool = runner.token_to_kv_pool
+    if is_beside_linear(pool):
+        layers = [layer for layer in layers if layer.layer_id in pool.full_attention_layer_id_mapping]
     if runner.use_mla_backend:
         row = runner.model_config.kv_lora_rank + runner.model_config.qk_rope_head_dim
         layers = [layer for layer in layers if (layer.tp_k_head_num, layer.qk_head_dim) == (1, row)]
@@ -55,6 +59,12 @@ def layer_spec(layer: Any, sinks: bool, dtype: torch.dtype, kv_dtype: torch.dtyp
         sliding_window=None if before is None or before < 0 else before + 1,
         latent_dim=layer.v_head_dim if layer.v_head_dim < layer.qk_head_dim else None,
     )
+
+
+def is_beside_linear(pool: Any) -> bool:
+    """Whether a pool is that of a model with linear attention. It keeps what the other layers store in a further pool,
+    and finds it by the layers' numbers in the model."""
+    return type(pool).__name__ == versions.LINEAR_POOL
 
 
 def in_window_pool(pool: Any, layer_id: int) -> bool:
@@ -144,7 +154,9 @@ def refusals(runner: Any, layers: Iterable[Any], serves_prompts: bool) -> list[s
     if runner.kv_cache_dtype not in versions.KV_DTYPES:
         found.append(f"a KV cache of {runner.kv_cache_dtype}")
     latent = bool(runner.use_mla_backend)
-    found += (latent_pool_refusals if latent else pool_refusals)(runner.token_to_kv_pool, runner.page_size)
+    pool = runner.token_to_kv_pool
+    stored = pool.full_kv_pool if is_beside_linear(pool) else pool
+    found += (latent_pool_refusals if latent else pool_refusals)(stored, runner.page_size)
     for layer in layers:
         found += [each for each in layer_refusals(layer, latent) if each not in found]
     if found:

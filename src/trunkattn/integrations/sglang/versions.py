@@ -42,6 +42,7 @@ KV_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e
 PLAIN_POOL: Final = "MHATokenToKVPool"
 LATENT_POOL: Final = "MLATokenToKVPool"
 WINDOW_POOL: Final = "SWAKVPool"  # one pool for the layers with a window, one for the others
+LINEAR_POOL: Final = "HybridLinearKVPool"  # of a model with linear attention: holds the pool of the other layers
 
 # What leaves the prompts of latent attention to a back end of SGLang's own.
 OTHER_PROMPTS: Final = "prefill_attention_backend=fa3 (or another of SGLang's)"
