@@ -227,8 +227,7 @@ def test_a_version_whose_latent_attention_differs_is_named(fake: FakeVllm, monke
     ("fake", "expected"),
     [
         ({"backend_per_kind": {FULL: "CUSTOM"}}, "TrunkAttentionBackend"),
-        ({"backend_per_kind": {FULL: "CPU_ATTN"}, "backend": "CUSTOM"}, "Fraction"),
-        ({"backend_per_kind": {WINDOWED: "CUSTOM"}}, "Fraction"),
+        ({"backend_per_kind": {FULL: "CPU_ATTN", WINDOWED: "CPU_ATTN"}, "backend": "CUSTOM"}, "Fraction"),
         ({"backend_per_kind": {FULL: "CUSTOM", WINDOWED: "CUSTOM"}, "sliding_window": 64}, "TrunkAttentionBackend"),
         (
             {"backend_per_kind": {WINDOWED: "CUSTOM"}, "backend": "CUSTOM", "sliding_window": 64},
@@ -249,6 +248,18 @@ def test_a_choice_among_kinds_that_cannot_be_told_apart_is_refused(fake: FakeVll
     with pytest.raises(ValueError) as error:
         select(fake, "CPU_ATTN")
     one_line(error, "backend_per_kind", "for both or for neither")
+
+
+@pytest.mark.parametrize(
+    "fake",
+    [{"backend_per_kind": {WINDOWED: "CUSTOM"}}, {"backend_per_kind": {FULL: "CPU_ATTN"}, "backend": "CUSTOM"}],
+    indirect=True,
+)
+def test_windows_that_the_configuration_does_not_tell_are_vllms_and_that_is_said(fake: FakeVllm) -> None:
+    register()
+    assert select(fake, "CPU_ATTN").__name__ == "Fraction"
+    (warning,) = fake.warnings
+    assert "CUSTOM for sliding_window alone" in warning and "all its layers run in vLLM's CPU_ATTN" in warning
 
 
 @pytest.mark.parametrize("fake", [{"backend_per_kind": {LATENT: "CPU_MLA"}, "backend": "CUSTOM"}], indirect=True)

@@ -85,7 +85,8 @@ def make_step(*given: Any, **options: Any) -> CommonAttentionMetadata:
 
 
 def scale_of(module: Any) -> Any:
-    return SimpleNamespace(_k_scale_float=0.5 if module.impl.scaled else 1.0)
+    number = 0.5 if module.impl.scaled else 1.0
+    return SimpleNamespace(_k_scale_float=number, _k_scale=torch.tensor(number))
 
 
 def run_decodes(metadata: Any, module: Any, pair: bool = True, heads: int = HEADS) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -384,6 +385,45 @@ def test_keys_and_values_are_written_by_vllm(cache: str, monkeypatch: pytest.Mon
     assert tensors[2].dtype == kv_cache.dtype
     assert tensors[2].shape == tensors[3].shape == (PAGES, PAGE, KV_HEADS, DIM)
     assert tensors[3].data_ptr() == tensors[2].data_ptr() + DIM * kv_cache.itemsize
+
+
+def test_scales_that_are_loaded_again(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
+    """A full graph reads them where vLLM changes them. What has no scales to load is given a number, and no launch."""
+    layer = make_layer(cache="fp8")
+    assert layer._scales(ONE) == {"k_scale": 1.0, "v_scale": 1.0}
+    assert make_layer()._scales(ONE) == {}
+    numbers = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    loaded = SimpleNamespace(quant_method=object(), _k_scale=torch.ones(()), _v_scale=torch.ones(()), **numbers)
+    given = layer._scales(loaded)
+    assert given["k_scale"] is loaded._k_scale and given["v_scale"] is loaded._v_scale
+    builder = make_builder(gpu_engine, layer)
+    batch = make_batch([1, 1], [20, 40])
+    step, (module,) = builder.build(0, batch), builder.modules.values()
+    query = torch.randn(2, HEADS, DIM).to(torch.bfloat16)
+    table = batch.block_table_tensor.where(batch.block_table_tensor < PAGES, 0)
+    for k_scale, v_scale in ((1.0, 1.0), (0.25, 3.0)):
+        loaded._k_scale.fill_(k_scale)
+        loaded._v_scale.fill_(v_scale)
+        out = layer.forward(loaded, query, query, query, module.kv_cache, step, torch.empty_like(query))
+        keys, values = (cache.float() for cache in versions.split_cache(module.kv_cache, DIM, layer.cache_dtype))
+        expected, _ = paged_attention(
+            query, keys * k_scale, values * v_scale, table, batch.seq_lens, batch.query_start_loc, sm_scale=SCALE
+        )
+        torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    numbers["_k_scale_float"] = 0.5
+    copied = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.ones(()), **numbers)
+    assert layer._scales(copied) == {"k_scale": copied._k_scale, "v_scale": 1.0}, "from another model's layer"
+
+
+def test_layers_that_draft_are_not_counted_with_the_models_own(gpu_engine: VllmConfig) -> None:
+    """Model runner V1 puts them into one group, and gives them a builder of their own, too."""
+    own = make_layer(), make_layer()
+    with set_model_tag("draft_model"):
+        drafting = make_layer(window=16)
+    builder = make_builder(gpu_engine, *own, drafting)
+    assert dict(builder.layers) == {own[0].layer_spec: 2}
+    assert list(builder.build(0, make_batch([1], [20])).plans) == [own[0].layer_spec]
+    assert list(make_builder(gpu_engine, drafting).layers) == [drafting.layer_spec]
 
 
 @pytest.mark.parametrize(

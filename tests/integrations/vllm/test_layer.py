@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from trunkattn import BatchAttention
 from trunkattn.integrations.vllm import metadata, versions
@@ -160,6 +161,16 @@ def test_options_of_the_engine_are_refused(engine: VllmConfig) -> None:
     engine.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ValueError, match="decode context parallelism"):
         make_layer()
+
+
+def test_a_window_of_a_model_of_which_only_full_attention_is_chosen_is_refused(engine: VllmConfig) -> None:
+    """vLLM asks for both kinds with one name on a CPU, and the model's configuration may not tell of windows."""
+    engine.attention_config.backend_per_kind = {"full_attention": AttentionBackendEnum.CUSTOM}
+    make_layer()
+    with pytest.raises(ValueError, match="CUSTOM for full_attention alone, as this model has layers with a sliding"):
+        make_layer(window=16)
+    engine.attention_config.backend = AttentionBackendEnum.CUSTOM
+    make_layer(window=16)
 
 
 def test_a_mode_whose_operators_are_missing_is_refused(

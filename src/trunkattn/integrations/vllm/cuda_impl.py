@@ -11,7 +11,7 @@ from trunkattn.integrations.common import LayerSpec, PrefillRows
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup, context_refusals, find_group
 from trunkattn.integrations.vllm.flash import find_flash
-from trunkattn.integrations.vllm.impl import StepTensors, TrunkAttentionImpl, check_supported
+from trunkattn.integrations.vllm.impl import LayerArguments, StepTensors, TrunkAttentionImpl, check_supported
 from trunkattn.integrations.warm_up import host_planner
 
 
@@ -48,8 +48,12 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
             check_supported(context_refusals(self.layer_spec, self.flash, self.flash_note, reads_another))
             self.group = find_group(vllm_config)
 
-    def _device_refusals(self) -> list[str]:
+    def _device_refusals(self, layer: LayerArguments) -> list[str]:
         return []
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        names = ("k_scale", "v_scale") if self.scaled else ()
+        return {name: versions.scale_of(layer, name) for name in names}
 
     def do_kv_cache_update(
         self,

@@ -96,7 +96,7 @@ class TrunkAttentionImpl(AttentionImpl):
         named = {name: extra.pop(name) for name in LayerArguments.__dataclass_fields__ if name in extra}
         layer = LayerArguments(*args, **named)
         sinks = extra.pop("sinks", None)
-        check_supported(refusals(layer, extra, get_current_vllm_config()) + self._device_refusals())
+        check_supported(refusals(layer, extra, get_current_vllm_config()) + self._device_refusals(layer))
         # vLLM reads these attributes.
         self.num_heads, self.head_size, self.scale = layer.num_heads, layer.head_size, float(layer.scale)
         self.num_kv_heads = layer.num_kv_heads or layer.num_heads
@@ -124,11 +124,16 @@ class TrunkAttentionImpl(AttentionImpl):
         )
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
+        self.makes_drafts = versions.makes_drafts()
         self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size
 
-    def _device_refusals(self) -> list[str]:
-        """Options of the engine that this device does not support."""
-        return versions.refused_options(get_current_vllm_config(), versions.REFUSED_CPU_OPTIONS)
+    def _device_refusals(self, layer: LayerArguments) -> list[str]:
+        """Options of the engine or the layer that this device does not support."""
+        vllm_config = get_current_vllm_config()
+        found = versions.refused_options(vllm_config, versions.REFUSED_CPU_OPTIONS)
+        if layer.sliding_window is not None and versions.chosen_kinds(vllm_config) == (True, False):
+            found.append(versions.ONE_KIND_OF_TWO)
+        return found
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Converts the loaded sinks. If they are loaded again, they keep the place where CUDA graphs read them."""

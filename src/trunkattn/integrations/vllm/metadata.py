@@ -48,7 +48,9 @@ class LayerGroup:
             ValueError: with one line, if the group's KV cache holds anything else than the back end reads.
         """
         kv_cache_spec, layer_names, vllm_config = self._group
-        self.modules = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
+        found = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
+        # Model runner V1 puts a draft model's layers into the group of the model's own, too. They have another builder.
+        self.modules = {name: layer for name, layer in found.items() if not layer.impl.makes_drafts} or found
         self._check_group(kv_cache_spec, self.modules)
         self.layers: Counter[LayerSpec] = Counter(layer.impl.layer_spec for layer in self.modules.values())
         self.configs = {spec: spec.config(kv_cache_spec.block_size) for spec in self.layers}

@@ -82,6 +82,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
         )
         self.cache_dtype = self.layer_spec.kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
+        self.makes_drafts = versions.makes_drafts()
         self._merges = ranks > 1
         check_supported(self._device_refusals(vllm_config), latent_name())
 
@@ -119,7 +120,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
         run, plan = step.plans[self.layer_spec]
         absorbed = q[0] if isinstance(q, tuple) else q
         out = absorbed.new_zeros(*absorbed.shape[:2], self.kv_lora_rank)
-        scale = layer._k_scale_float if self.scaled else None
+        scale = versions.scale_of(layer, "k_scale") if self.scaled else None
         options = {"out": out, "k_scale": scale, "v_scale": scale} if self.scaled else {"out": out}
         cache, _ = self.caches_of(kv_c_and_k_pe_cache)
         if not self._merges:

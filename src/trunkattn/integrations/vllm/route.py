@@ -102,13 +102,13 @@ def _chosen(is_latent: bool, vllm_config: Any) -> Any:
     """The back end that the user chose for the layers that ask for one, which on a CPU do not say whether they have a
     window; None: none. Linear-attention and Mamba layers do not ask here."""
     options, model = vllm_config.attention_config, vllm_config.model_config
-    kinds = [versions.LATENT_KIND] if is_latent else ["full_attention"]
-    if not is_latent and model is not None and model.get_sliding_window() is not None:
-        kinds.append("sliding_window")
-    chosen = {kind: options.backend_per_kind.get(kind, options.backend) for kind in kinds}
-    if len({backend is AttentionBackendEnum.CUSTOM for backend in chosen.values()}) > 1:
-        raise ValueError(
-            "attention_config.backend_per_kind names CUSTOM for some of full_attention and sliding_window: on a CPU "
-            "layers of this model cannot be told apart by these; name CUSTOM for both or for neither"
-        )
-    return chosen[kinds[0]]
+    full, windowed = versions.chosen_kinds(vllm_config)
+    if not is_latent and full != windowed:
+        if model is not None and model.get_sliding_window() is not None:
+            raise ValueError(
+                "attention_config.backend_per_kind names CUSTOM for some of full_attention and sliding_window: on a "
+                "CPU layers of this model cannot be told apart by these; name CUSTOM for both or for neither"
+            )
+        if windowed:
+            logger.warning_once(versions.WINDOWS_UNKNOWN)
+    return options.backend_per_kind.get(versions.LATENT_KIND if is_latent else "full_attention", options.backend)

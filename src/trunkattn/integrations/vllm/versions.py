@@ -58,6 +58,17 @@ NO_LATENT_ON_CPU: Final = (
     "on NVIDIA GPUs; leave attention_backend out"
 )
 
+# On a CPU vLLM does not tell a back end by the kind of layer.
+ONE_KIND_OF_TWO: Final = (
+    "attention_config.backend_per_kind with CUSTOM for full_attention alone, as this model has layers with a sliding "
+    "window, which vLLM does not tell from the others on a CPU"
+)
+WINDOWS_UNKNOWN: Final = (
+    "attention_config.backend_per_kind names CUSTOM for sliding_window alone, and this model's configuration has no "
+    "sliding_window: on a CPU all its layers run in vLLM's CPU_ATTN; to run them here, name CUSTOM for full_attention "
+    "too"
+)
+
 # vLLM's back end that selects keys for each query.
 SPARSE_LATENT: Final = "FLASHMLA_SPARSE"
 
@@ -245,6 +256,35 @@ def num_blocks(layers: Iterable[Any]) -> int:
     `initialize_kv_cache`, after they make the builders.
     """
     return min(int(layer.kv_cache.shape[0]) for layer in layers)
+
+
+def scale_of(layer: Any, name: str) -> Any:
+    """What kernels on a GPU multiply a layer's stored keys or values by. That is a tensor, which weights that are
+    loaded again change in its place, where CUDA graphs read it. It is 1, which costs no launch, for a layer whose
+    weights have no scales.
+
+    Args:
+        layer: vLLM's layer.
+        name: "k_scale" or "v_scale".
+    """
+    number = getattr(layer, f"_{name}_float")
+    is_loaded = getattr(layer, "quant_method", None) is not None
+    return getattr(layer, f"_{name}") if is_loaded or number != 1 else number
+
+
+def makes_drafts() -> bool:
+    """Whether the layers that vLLM makes now are those of a draft model of model runner V1, which puts them into a
+    group with the model's own. V2 keeps them apart."""
+    tag = getattr(import_module("vllm.compilation.backends"), "model_tag", None)
+    return tag in ("draft_model", "eagle_head")
+
+
+def chosen_kinds(vllm_config: Any) -> tuple[bool, bool]:
+    """Whether CUSTOM is chosen for layers of full attention, and for those with a sliding window."""
+    options = vllm_config.attention_config
+    chosen = (options.backend_per_kind.get(kind, options.backend) for kind in ("full_attention", "sliding_window"))
+    full, windowed = (getattr(backend, "name", None) == "CUSTOM" for backend in chosen)
+    return full, windowed
 
 
 def decode_query_len(vllm_config: Any) -> int:
