@@ -98,6 +98,31 @@ def test_the_last_captured_layer_may_be_dropped(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache, v_scale=v_scale))
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["one graph", "a layer's own"])
+def test_captured_scales_are_read_where_they_change(by_layer: bool) -> None:
+    """As in the full graphs of engines, whose weights are loaded again with other scales of an 8-bit cache."""
+    config = replace(GOOD, kv_dtype=torch.float8_e4m3fn)
+    layer = make_layer(config, tree_batch(parse_tree(TREES[0]), 16, row_seed=0, page_seed=0))
+    attention = BatchAttention(config, "cuda", Capacity(64, 64, 64, len(layer.k_cache), max_query_len=1))
+    plan, caches = attention.plan(*(table.cuda() for table in layer.step)), (layer.k_cache, layer.v_cache)
+    scales = {name: torch.ones((), device="cuda") for name in ("k_scale", "v_scale")}
+    out, run, graph = torch.empty_like(layer.q), CapturedRun(attention), torch.cuda.CUDAGraph()
+    for _ in range(2):
+        run(plan, layer.q, *caches, out, **scales)
+    with torch.cuda.graph(graph):
+        attention.run(plan, layer.q, *caches, out=out, **scales)
+    for k_scale, v_scale in ((0.5, 2.0), (0.25, 0.75)):
+        scales["k_scale"].fill_(k_scale)
+        scales["v_scale"].fill_(v_scale)
+        out.fill_(math.nan)
+        if by_layer:
+            run(plan, layer.q, *caches, out, **scales)
+        else:
+            graph.replay()
+        assert torch.equal(out, attention.run(plan, layer.q, *caches, k_scale=k_scale, v_scale=v_scale))
+    assert len(run._graphs._graphs) == 1, "captured once"
+
+
 WAYS = [("auto", "serial"), ("auto", "streams"), ("pat", "serial"), ("pat", "streams")]
 
 
