@@ -6,8 +6,8 @@ graph runs. So no decode step waits for its plan. (The counts of KV reads are fe
 steps pass before a fetch arrives.)
 
 Steps of prompts, when they run here too, do not wait either (`prompt_plans`), and those of one token each are decodes.
-Steps that mix prompts and decodes, of several short prompts, and batches of more requests or tokens than the buffers
-hold are planned on the host, which waits for the device.
+Steps that mix prompts and several decodes, of several short prompts, and batches of more requests or tokens than the
+buffers hold are planned on the host, which waits for the device.
 """
 
 from dataclasses import dataclass
