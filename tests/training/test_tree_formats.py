@@ -27,8 +27,23 @@ def same(found: PrefixTree, expected: PrefixTree) -> None:
 def test_there_and_back(tree: PrefixTree) -> None:
     same(formats.from_paths(*formats.to_paths(tree)), tree)
     same(formats.from_subtree_ranges(formats.to_subtree_ranges(tree)), tree)
-    same(formats.from_group_ids(*formats.to_group_ids(tree)), tree)
     same(formats.from_tree_segments(formats.to_tree_segments(tree)), tree)
+
+
+@given(tree=trees(4))
+@pytest.mark.property
+def test_group_ids_say_what_arts_mask_reads_in_them(tree: PrefixTree) -> None:
+    """A token sees what comes before it in its own group and in its group's parent, and nothing above that."""
+    if any(parent >= 0 and tree.parents[parent] >= 0 for parent in tree.parents):
+        with pytest.raises(ValueError, match="lies below a suffix: expected one level, as group_ids has"):
+            formats.to_group_ids(tree)
+        return
+    groups, above = formats.to_group_ids(tree)
+    same(formats.from_group_ids(groups, above), tree)
+    tokens = torch.arange(tree.num_tokens)
+    earlier = tokens <= tokens[:, None]
+    sees = earlier & ((groups[:, None] == groups) | (above[:, None] == groups))
+    assert torch.equal(sees, earlier & (tokens[:, None] < tree.subtree_end))
 
 
 def test_paths_of_a_small_tree() -> None:
@@ -40,10 +55,11 @@ def test_group_info_and_padding() -> None:
     assert formats.to_group_info(ONE_LEVEL) == [[3, 2, 1], [4, 2]]
     same(formats.from_group_info([[3, 2, 1], [4, 2]]), ONE_LEVEL)
     same(formats.from_group_info([torch.tensor([3, 2, 1]), torch.tensor([4, 2])]), ONE_LEVEL)  # type: ignore[list-item]
-    groups, parents = formats.to_group_ids(DEEP)
-    assert groups.tolist() == [0, 0, 1, 2, 3, 3] and parents.tolist() == [0, 0, 0, 1, 0, 0]
+    groups, parents = formats.to_group_ids(ONE_LEVEL)
+    assert groups.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 4, 4] and parents.tolist() == [0] * 6 + [3] * 6
     padding = torch.full((3,), -1)
-    same(formats.from_group_ids(torch.cat([groups, padding]), torch.cat([parents, padding])), DEEP)
+    same(formats.from_group_ids(torch.cat([groups, padding]), torch.cat([parents, padding])), ONE_LEVEL)
+    same(formats.from_group_ids([5, 5, 9], [-1, -1, 5]), PrefixTree.from_segments([-1, 0], [2, 1]))
 
 
 def segments(**changes: Any) -> formats.TreeSegments:
@@ -74,7 +90,18 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("ranges[1, 0]=2: expected 1", lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [2, 3], [1, 3]]))),
     ("parent_ids has 1 entries: expected 2", lambda: formats.from_group_ids([0, 0], [0])),
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
-    ("parent_ids[1]=5: expected its own group or one before it", lambda: formats.from_group_ids([0, 1], [0, 5])),
+    ("parent_ids[0]=3: expected its own group, 7", lambda: formats.from_group_ids([7], [3])),
+    ("parent_ids[1]=5: expected its own group, 1, or 0, the last", lambda: formats.from_group_ids([0, 1], [0, 5])),
+    ("parent_ids[2]=1: expected its own group, 2, or 0", lambda: formats.from_group_ids([0, 1, 2], [0, 0, 1])),
+    ("parent_ids[3]=0: expected its own group, 3, or 2", lambda: formats.from_group_ids([0, 1, 2, 3], [0, 0, 2, 0])),
+    (
+        "kv_index holds other tokens than the segments above",
+        lambda: formats.from_paths([0, 0, 1, 2, 0, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 6]),
+    ),
+    (
+        "ranges[:, 1] is no subtree_end: subtree_end[1]=1: expected 2 to 3",
+        lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [1, 1], [2, 3]])),
+    ),
     ("depths[2]=1: expected 2, the number of", lambda: formats.from_tree_segments(segments(depths=[0, 1, 1, 1]))),
     ("cu_seqlens_q begins with 1 and has 2", lambda: formats.from_paths([0, 1], [1, 3], [0, 2])),
     ("cu_seqlens_k begins with 0 and has 1", lambda: formats.from_paths([0, 1], [0, 2], [0])),

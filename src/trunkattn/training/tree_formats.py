@@ -37,10 +37,13 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
                 f"kv_index[{first + rest - 1}]={last}: expected 0 to {starts[segment] - 1}, a token before its segment"
             )
         parents.append(int(np.searchsorted(starts, last, "right")) - 1 if rest else -1)
-    tree = PrefixTree.from_segments(parents, lengths.tolist())
-    found = np.concatenate([path for _, path in tree.paths(range(len(parents)))])
-    if not np.array_equal(found, index):
-        raise ValueError("kv_index holds other tokens than the segments above each one: expected their paths in order")
+    other = "kv_index holds other tokens than the segments above each one: expected their paths in order"
+    try:
+        tree = PrefixTree.from_segments(parents, lengths.tolist())
+    except ValueError as error:  # segments that are not in depth-first pre-order
+        raise ValueError(other) from error
+    if not np.array_equal(np.concatenate([path for _, path in tree.paths(range(len(parents)))]), index):
+        raise ValueError(other)
     return tree
 
 
@@ -91,14 +94,10 @@ def to_group_info(tree: PrefixTree) -> list[list[int]]:
     Raises:
         ValueError: a segment lies deeper, or a root has no suffix.
     """
+    _check_one_level(tree, "group_info")
     groups: dict[int, list[int]] = {}
     for segment, (parent, length) in enumerate(zip(tree.parents, tree.lengths, strict=True)):
-        if parent < 0:
-            groups[segment] = [length]
-        elif parent in groups:
-            groups[parent].append(length)
-        else:
-            raise ValueError(f"segment {segment} of tree lies below a suffix: expected one level, as group_info has")
+        groups.setdefault(segment if parent < 0 else parent, []).append(length)
     for root, group in groups.items():
         if len(group) < 2:
             raise ValueError(f"segment {root} of tree is a root without suffixes: expected at least one in group_info")
@@ -118,7 +117,10 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
     for token, number in enumerate(token_array("ranges[:, 0]", ranges[:, 0]).tolist()):
         if number != token:
             raise ValueError(f"ranges[{token}, 0]={number}: expected {token}, as tokens are in depth-first pre-order")
-    return PrefixTree.from_subtree_end(ranges[:, 1])
+    try:
+        return PrefixTree.from_subtree_end(ranges[:, 1])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"ranges[:, 1] is no subtree_end: {error}") from error
 
 
 def to_subtree_ranges(tree: PrefixTree) -> torch.Tensor:
@@ -128,8 +130,9 @@ def to_subtree_ranges(tree: PrefixTree) -> torch.Tensor:
 
 
 def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
-    """The tree of one row of ART's `group_ids` and `parent_ids`: neighbours of one group are a segment, and below it
-    come those whose parent it is. The parent of a root is itself. Padding, -1, may be at the end and is no part.
+    """The tree of one row of ART's `group_ids` and `parent_ids`: neighbours of one group are a segment. The parent of a
+    prompt is itself or -1, and its answers, whose parent it is, come before the next prompt. ART's mask shows a token
+    its own group and the parent, so there is no further level. Padding, -1, may be at the end and is no part.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -141,24 +144,41 @@ def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
     if size == 0 or (groups[:size] == -1).any():
         raise ValueError("group_ids has padding, -1, before tokens: expected tokens, then padding")
     starts = [0, *(np.flatnonzero((np.diff(groups[:size]) != 0) | (np.diff(above[:size]) != 0)) + 1).tolist()]
-    segment_of: dict[int, int] = {}
-    parents = []
+    parents: list[int] = []
+    seen: set[int] = set()
+    prompt = root = -1
     for segment, start in enumerate(starts):
         group, parent = int(groups[start]), int(above[start])
-        if parent != group and parent not in segment_of:
-            raise ValueError(f"parent_ids[{start}]={parent}: expected its own group or one before it")
-        if group in segment_of:
+        if group in seen:
             raise ValueError(f"group_ids[{start}]={group} comes again: expected each group in one piece, of one parent")
-        parents.append(-1 if parent == group else segment_of[parent])
-        segment_of[group] = segment
+        seen.add(group)
+        if parent in (group, -1):
+            prompt, root = group, segment
+        elif root < 0 or parent != prompt:
+            last = "" if root < 0 else f", or {prompt}, the last prompt before it, as each has its answers behind it"
+            raise ValueError(f"parent_ids[{start}]={parent}: expected its own group, {group}{last}")
+        parents.append(-1 if root == segment else root)
     return PrefixTree.from_segments(parents, np.diff([*starts, size]).tolist())
 
 
 def to_group_ids(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor]:
-    """ART's `group_ids` and `parent_ids` of a tree, [tokens] int64 each: groups are numbered as segments are."""
+    """ART's `group_ids` and `parent_ids` of a tree of one level, [tokens] int64 each: groups are numbered as segments
+    are.
+
+    Raises:
+        ValueError: a segment lies deeper.
+    """
+    _check_one_level(tree, "group_ids")
     segments = np.arange(len(tree.starts), dtype=np.int64)
     parents = np.where(np.array(tree.parents) < 0, segments, np.array(tree.parents, np.int64))
     return torch.from_numpy(np.repeat(segments, tree.lengths)), torch.from_numpy(np.repeat(parents, tree.lengths))
+
+
+def _check_one_level(tree: PrefixTree, name: str) -> None:
+    """Raises if a segment lies deeper than below a root. name: what describes no such tree."""
+    for segment, parent in enumerate(tree.parents):
+        if parent >= 0 and tree.parents[parent] >= 0:
+            raise ValueError(f"segment {segment} of tree lies below a suffix: expected one level, as {name} has")
 
 
 class TreeSegments(NamedTuple):
