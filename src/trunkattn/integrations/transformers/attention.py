@@ -51,6 +51,7 @@ def attend(
         ValueError: an option asks for what `flash_attention` does not have.
     """
     _refuse(options)
+    attention_mask = _opened(attention_mask)
     _check_packing(len(query), key.shape[2], attention_mask, tree, options)
     given: dict[str, Any] = {
         "sm_scale": options.get("scaling"),
@@ -69,6 +70,7 @@ def attend(
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     sums = _sums(attention_mask, options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
     if sums is not None:
+        _check_queries(q.shape[1], k.shape[1], causal)
         flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
         given |= {"cu_seqlens_q": sums[0], "cu_seqlens_k": sums[1]}
         return _one(flash_attention(flat[0], flat[1], flat[2], causal, **given)).unflatten(0, q.shape[:2]), None
@@ -77,11 +79,21 @@ def attend(
     return _padded((q, k, v), attention_mask.bool(), causal, given), None
 
 
+def _opened(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """What `masks.mask` returned: cu_seqlens [num_sequences + 1], or the tokens that are kept [rows, keys]. Any other
+    mask as it is, for `_check_packing` to refuse."""
+    if mask is None or mask.dtype not in (torch.uint8, torch.int32) or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        return mask
+    return mask[0, 0, 0] if mask.dtype == torch.int32 else mask[:, 0, 0]
+
+
 def _is_causal(module: nn.Module, mask: torch.Tensor | None, option: bool | None) -> bool:
     """Whether a layer is causal: what it was called with, else what it says of itself, else it is. Next to a mask some
-    causal layers pass False, because masks of PyTorch's own attention are whole (Moonshine)."""
+    causal layers pass False, because masks of PyTorch's own attention are whole (Moonshine). A model that was called
+    with False says so in its configuration until it returns, and makes masks accordingly."""
     own: bool | None = getattr(module, "is_causal", None)
-    if option is None or (own and mask is not None):
+    of_model = getattr(getattr(module, "config", None), "is_causal", None)
+    if option is None or (own and mask is not None and of_model is not False):
         return own is None or bool(own)
     return bool(option)
 
@@ -180,6 +192,15 @@ def _check_packing(
         )
     if shape != (rows, keys):
         raise ValueError(f"attention_mask has shape {shape}: expected {(rows, keys)}, one for each key")
+
+
+def _check_queries(queries: int, keys: int, causal: bool) -> None:
+    """Raises if a causal layer has a query for some tokens of packed sequences only; which ones is not known."""
+    if causal and queries != keys:
+        raise ValueError(
+            f"query has {queries} tokens and key has {keys} beside packed sequences: expected as many; leave "
+            "logits_to_keep and the cache out"
+        )
 
 
 def _check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, options: dict[str, Any]) -> None:

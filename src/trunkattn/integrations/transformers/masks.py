@@ -1,7 +1,9 @@
 """transformers' mask interface, for `attention.attend`.
 
-transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal;
-`cu_seqlens`, one dimension, of sequences that are packed or of chunks; and the 2-dimensional mask of padding.
+transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal, and
+otherwise has four dimensions, which models may index: of padding [rows, 1, 1, keys] uint8, 1 for tokens that are kept;
+of sequences that are packed or of chunks their `cu_seqlens`, [1, 1, 1, num_sequences + 1] int32. No mask of a model has
+these dtypes.
 """
 
 from collections.abc import Callable
@@ -88,17 +90,17 @@ def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: in
 
 
 def _kept(attention_mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> torch.Tensor | None:
-    """The part of a mask of padding that belongs to the keys, None if it hides none. Under torch.compile, which cannot
-    look at it, it may hide none."""
+    """The part of a mask of padding that belongs to the keys, as `mask` returns it, None if it hides none. Under
+    torch.compile, which cannot look at it, it may hide none."""
     if attention_mask is None:
         return None
     kept = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return None if not torch.compiler.is_compiling() and bool(kept.all()) else kept
+    return None if not torch.compiler.is_compiling() and bool(kept.all()) else kept[:, None, None].to(torch.uint8)
 
 
 def _check_holes(kept: torch.Tensor) -> None:
     """Raises unless padding is at the ends of each row: within one, a window would count the tokens that are left."""
-    kept = kept.bool()
+    kept = kept[:, 0, 0].bool()
     begins = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
     require(
         (begins <= 1).all(),
@@ -110,8 +112,8 @@ def _check_holes(kept: torch.Tensor) -> None:
 def _boundaries(
     mask_function: Callable[..., Any], keys: tuple[int, int, int], device: torch.device | str, whole: str
 ) -> torch.Tensor | None:
-    """cu_seqlens [num_sequences + 1] of all rows: a sequence begins where a token does not see the one before. None if
-    each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow.
+    """cu_seqlens of all rows, as `mask` returns them: a sequence begins where a token does not see the one before. None
+    if each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow.
 
     keys: the rows, the place of the first key in a row, and the number of keys in one. whole: why each row has to be
     one sequence, if it has to."""
@@ -134,7 +136,8 @@ def _boundaries(
     numbers = torch.arange(begins.numel() + 1, dtype=torch.int32, device=device)
     if torch.compiler.is_compiling():
         starts = torch.where(begins, numbers[:-1], begins.numel()).sort().values
-        return torch.cat([starts, numbers[-1:]])
-    if int(begins.sum()) == count:
+    elif int(begins.sum()) == count:
         return None
-    return torch.cat([numbers[:-1][begins], numbers[-1:]])
+    else:
+        starts = numbers[:-1][begins]
+    return torch.cat([starts, numbers[-1:]])[None, None, None]
