@@ -1,8 +1,10 @@
 """Checks of single values that every part of the library shares."""
 
+import os
 from collections.abc import Iterable
 from functools import lru_cache
 from numbers import Integral, Real
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +15,11 @@ _LARGEST: Final = 2.0**127
 _SOME_ADDRESS: Final = 1 << 62  # far from both ends of what an address can be
 _MOST_WORK: Final = 100_000  # cases that NumPy tries; interleaved caches and columns of a buffer take one
 _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refuses to write one of thousands of digits
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with a home folder in the place of `~`. That of a user who does not exist stays, and is no file's name."""
+    return Path(os.path.expanduser(path))
 
 
 def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:

@@ -69,6 +69,13 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         "stream_options.include_usages",
         "did you mean include_usage?",
     ),
+    (
+        COMPLETE,
+        {"prompt": "x", "stream_options": {"include_usage": True}},
+        "stream_options",
+        "stream_options is given without stream: expected stream=true",
+    ),
+    (CHAT, {"messages": MESSAGES, "stream_options": {}, "stream": False}, "stream_options", "expected stream=true"),
     (COMPLETE, {"prompt": "x", "seed": 1 << 63}, "seed", "expected an integer from -9223372036854775808"),
     (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected Unicode text, and character 0"),
     (

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from trunkattn.server import chat
 from trunkattn.server.call_schemas import calls_schema, rerooted
 from trunkattn.server.protocol import Tool
+from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
@@ -111,6 +113,24 @@ def test_schemas_with_definitions_force_calls(server: Any, choice: Any, stream: 
     body["logit_bias"] = {str(token_id): -100 for token_id in spaces}
     (call,) = streamed(server, **body)[1] if stream else whole(server, **body)["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"]["name"] in ("A", "B")
+
+
+def test_an_answer_that_has_ended_is_parsed_once(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of the same request go on for many steps, and each would parse all that have ended."""
+    parsed: list[str] = []
+    parser = TOOL_CALL_PARSERS["hermes"]
+
+    class Noted:
+        marks = parser.marks
+        visible = staticmethod(parser.visible)
+
+        def parse(self, text: str) -> ParsedAnswer:
+            parsed.append(text)
+            return parser.parse(text)
+
+    monkeypatch.setattr(chat, "TOOL_CALL_PARSERS", {"hermes": Noted()})
+    streamed(server, n=4, max_tokens=40, seed=3, stop=list("aeiou"))
+    assert len(parsed) == 4
 
 
 @pytest.mark.parametrize("reference", ["#", "#/properties/again/anyOf/0"])

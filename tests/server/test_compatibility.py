@@ -46,7 +46,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "messages": [USER | {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]
     },
     "nulls": dict.fromkeys(("n", "stream", "logprobs", "temperature", "tools", "tool_choice", "stop", "functions")),
-    "obfuscation": {"stream_options": {"include_obfuscation": False}},
+    "obfuscation": {"stream": True, "stream_options": {"include_obfuscation": False}},
     "fields without effect": {
         "store": False,
         "metadata": {"a": "b"},

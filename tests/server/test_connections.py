@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from trunkattn.server import limits, running
+from trunkattn.server.service import Caller
 
 from .conftest import Server, wait_for
 
@@ -116,6 +117,64 @@ def test_a_client_that_leaves_within_its_body_is_no_fault_of_the_server(
         wait_for(lambda: counts_of(server, path) != before)
     assert counts_of(server, path) == [before[0] + 1, before[1]]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def post_of(body: dict[str, object], *headers: str, version: str = "1.1") -> bytes:
+    written = json.dumps(body)
+    head = [f"POST /v1/completions HTTP/{version}", "Host: localhost", f"Content-Length: {len(written)}", *headers]
+    return "\r\n".join([*head, "", written]).encode()
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
+def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch, behind: bytes
+) -> None:
+    server.stand_still(monkeypatch)
+    metrics = server.app.state.service.metrics
+    with connected(server) as connection:
+        connection.sendall(post_of({"prompt": "x", "max_tokens": 400, "ignore_eos": True}) + behind)
+        wait_for(lambda: not server.is_idle())
+    server.wait_idle()
+    assert b"running_sequences 0.0" in metrics.text()
+
+
+@pytest.mark.parametrize(("version", "headers"), [("1.0", ()), ("1.1", ("Connection: close",))])
+def test_what_follows_the_last_request_of_a_connection_ends_no_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, version: str, headers: tuple[str, ...]
+) -> None:
+    go_on = server.stand_still(monkeypatch)
+    with connected(server) as connection:
+        body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
+        connection.sendall(post_of(body, *headers, version=version))
+        wait_for(lambda: not server.is_idle())
+        connection.sendall(b"\r\n")
+        assert server.get("/health").status_code == 200  # in a later turn of the server's loop than those bytes
+        go_on.set()
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    head, _, answered = received.partition(b"\r\n\r\n")
+    assert head.split()[1] == b"200" and json.loads(answered)["usage"]["completion_tokens"] == 40
+
+
+def test_a_request_arrives_with_its_last_byte(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a client takes to send it is no time of the server's."""
+    arrived, submission = list[float](), server.app.state.service.submission
+
+    async def noted(name: str, token_ids: list[int], params: object, caller: Caller) -> object:
+        arrived.append(caller.arrival_time or 0.0)
+        return await submission(name, token_ids, params, caller)
+
+    monkeypatch.setattr(server.app.state.service, "submission", noted)
+    sent = post_of({"prompt": "x", "max_tokens": 2}, "Connection: close", "Expect: 100-continue")
+    with connected(server) as connection:
+        connection.sendall(sent[:-1])
+        assert b"100" in connection.recv(1 << 16)  # the server waits for the body
+        last = time.monotonic()
+        connection.sendall(sent[-1:])
+        while connection.recv(1 << 16):
+            pass
+    assert arrived[0] >= last
 
 
 def test_a_client_that_would_rather_have_http2_is_answered_quietly(

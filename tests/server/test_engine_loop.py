@@ -13,6 +13,7 @@ import torch
 from trunkattn import LLM, SamplingParams
 from trunkattn.cpu.threads import team
 from trunkattn.engine.engine import Engine
+from trunkattn.server import engine_loop
 from trunkattn.server.engine_loop import EngineFailed, EngineLoop, Submission
 
 from .conftest import PATIENCE
@@ -98,19 +99,18 @@ def test_a_request_that_comes_between_a_look_and_the_end_is_told(
 
 
 def test_a_thread_that_fails_tells_everybody(reference: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail = threading.Event()
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    engine = reference.engine
 
-    def watch(engine: Engine) -> None:
-        if fail.is_set() and engine.has_unfinished:
-            raise MemoryError
+    def fail(*_: object) -> None:
+        raise MemoryError
 
     async def work() -> list[Any]:
-        loop = EngineLoop(reference.engine, 8, watch)
+        loop = EngineLoop(engine, 8)
         loop.start()
         tasks = [asks(loop), asks(loop)]
         await until(lambda: len(loop._inboxes) == 2)
-        fail.set()
+        for name in ("abort_request", "blame", "step"):  # nothing of the engine is left
+            patches.setattr(engine, name, fail)
         await asyncio.to_thread(loop._thread.join)
         return tasks
 
@@ -133,3 +133,47 @@ def test_the_threads_with_which_the_caller_has_computed_end(reference: LLM) -> N
         loop.stop()
     finally:
         torch.set_num_threads(before)
+    with monkeypatch.context() as patches:
+        patches.setattr(threading, "excepthook", lambda _: None)
+        assert errors_of(work) == ["the engine has stopped"] * 2
+    for request_id in list(engine._requests):
+        engine.abort_request(request_id)
+    assert not engine.has_unfinished
+
+
+def test_who_looks_at_the_engine_ends_no_answer(reference: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[Engine] = []
+
+    def look(engine: Engine) -> None:
+        looks.append(engine)
+        raise TypeError("a tokenizer without a text for a token")
+
+    async def work() -> None:
+        loop = EngineLoop(reference.engine, 8, look)
+        loop.start()
+        try:
+            loop.call(look)
+            await asks(loop)
+            assert loop.is_running
+        finally:
+            await asyncio.to_thread(loop.stop)
+
+    asyncio.run(work())
+    assert len(looks) >= 2 and "a tokenizer without" in caplog.text
+
+
+def test_the_time_to_a_first_token_is_the_first_ones(reference: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Retry-After` says it. A long answer makes nobody wait longer."""
+    monkeypatch.setattr(engine_loop, "_FIRST_TOKEN_WEIGHT", 1.0)
+
+    async def work() -> None:
+        loop = EngineLoop(reference.engine, 8)
+        loop.start()
+        try:
+            checked = loop.engine.check_request([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+            outputs = [output async for output in loop.stream(Submission(checked))]
+            assert loop._first_token_s == outputs[-1].metrics.time_to_first_token
+        finally:
+            await asyncio.to_thread(loop.stop)
+
+    asyncio.run(work())

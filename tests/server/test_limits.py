@@ -262,6 +262,20 @@ def test_each_tenant_sees_its_own(start_server: Callable[..., Server], monkeypat
     server.wait_idle()
 
 
+def test_what_no_other_try_mends_is_told_at_once(start_server: Callable[..., Server]) -> None:
+    server = start_server(max_waiting=2, max_answer_tokens=3)
+    assert server.post(COMPLETE, BASE | {"prompt": ["a", "b"]}).status_code == 200
+    asked = [
+        (COMPLETE, BASE | {"prompt": ["a", "b", "c"]}, "prompt"),
+        (COMPLETE, BASE | {"max_tokens": 9}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 9}, "max_completion_tokens"),
+    ]
+    for path, body, param in asked:
+        refused = server.post(path, body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param) and error["message"].startswith(param)
+
+
 def test_who_waits_for_the_tokenizer_waits(start_server: Callable[..., Server]) -> None:
     server = start_server(max_waiting=1)
     waits, release = server.app.state.service, threading.Event()

@@ -1,6 +1,7 @@
 """Tool calls in a model's text."""
 
 import json
+import random
 import time
 
 import pytest
@@ -130,6 +131,15 @@ def test_a_stream_sends_the_content_of_the_whole(parser: str, text: str) -> None
         sent += visible[len(sent) :]
     content = TOOL_CALL_PARSERS[parser].parse(text).content
     assert content.startswith(sent), (content, sent)
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_a_stream_of_anything_sends_the_content_of_the_whole(parser: str) -> None:
+    words = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", CALL, OTHER, "[", "]", "{", ",", ";", " ", "\n"]
+    chance = random.Random(0)
+    for _ in range(300):
+        text = "".join(word[: chance.choice((1, 3, 999, 999))] for word in chance.choices([*words, "text"], k=7))
+        test_a_stream_sends_the_content_of_the_whole(parser, text)
 
 
 def test_a_forced_answer_is_a_list_of_calls() -> None:

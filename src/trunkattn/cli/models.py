@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from trunkattn.validate import expanded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +27,18 @@ def find_demo_model() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
+def name_of(model: Path) -> str:
+    """What a model is called: its folder, also where the path is `.` or `..`, or its file without `.gguf`. Dots in the
+    name of a folder are part of it, as in Qwen2.5-0.5B."""
+    return os.path.basename(os.path.abspath(expanded(model))).removesuffix(".gguf")
+
+
 @contextlib.contextmanager
 def working(console: "Console", text: str) -> Iterator[None]:
     """Shows a line with the elapsed time during a long task, and hides the progress bars of other libraries."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, contextlib.redirect_stderr(io.StringIO()):
         task = progress.add_task(text, total=1)
         yield

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from trunkattn.cli.command import fields_of, reported_by_option
-from trunkattn.cli.models import place, use_threads
+from trunkattn.cli.models import name_of, place, use_threads
 from trunkattn.cli.options import ServeOptions
 from trunkattn.engine import EngineConfig
 from trunkattn.engine.model_path import existing_path
@@ -35,7 +35,8 @@ def run_serve(options: ServeOptions) -> None:
     with reported_by_option(ServeOptions):
         existing_path(options.model)
         given = fields_of(ServerOptions, options)
-        given["served_model_name"] = options.served_model_name or options.model.stem
+        if options.served_model_name is None:
+            given["served_model_name"] = name_of(options.model)
         given["api_keys"] = tuple(options.api_key or ())
         if not given["api_keys"] and _KEY_VARIABLE in os.environ:
             raise ValueError(f"api_key: {_KEY_VARIABLE} is set and has no key: expected a key; unset it to need none")
@@ -106,7 +107,7 @@ def _reported(server: ServerOptions) -> Iterator[None]:
 def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
     """The model, ready for its first step. The progress bars of other libraries are hidden: they cannot be written
     where the disk of the log is full, and logging can do without."""
-    _LOG.info("Loading %s. The first time, this compiles kernels too.", options.model.name)
+    _LOG.info("Loading %s. The first time, this compiles kernels too.", name_of(options.model))
     with reported_by_option(ServeOptions), contextlib.redirect_stderr(io.StringIO()):
         from trunkattn.engine import LLM
 
@@ -116,5 +117,5 @@ def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
     # Garbage collection stops every thread. Objects that are loaded by now stay alive, so they need no second look.
     gc.collect()
     gc.freeze()
-    _LOG.info("%s runs on %s.", options.model.name, place(llm))
+    _LOG.info("%s runs on %s.", name_of(options.model), place(llm))
     return llm

@@ -179,7 +179,7 @@ async def _answer(
     service: Service, request: Request, body_model: type[AnyRequest], endpoint_type: Callable[..., Completion | Chat]
 ) -> Response:
     """The response of an endpoint that computes, unless the client goes away before it begins."""
-    arrived, raw = time.monotonic(), await request.body()
+    raw, arrived = await request.body(), time.monotonic()  # with its last byte
     response = await _unless_disconnected(request, _respond(service, request, raw, arrived, body_model, endpoint_type))
     return Response(status_code=CLIENT_CLOSED) if response is None else response
 

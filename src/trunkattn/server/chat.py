@@ -67,7 +67,7 @@ class Chat:
         choices = []
         for answer in outputs[0].outputs:
             parsed = self._parse(answer.text)
-            message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+            message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
             if parsed.calls:
                 message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
             logprobs: dict[str, Any] | None = None
@@ -101,6 +101,8 @@ class Chat:
                 progress[answer.index] = Progress()
                 first = self._chunk(answer, {"role": "assistant", "content": ""})
                 events.append(writer.event(first | usage_so_far(output, self._options)))
+            if progress[answer.index].ended:  # all of it is told, and to parse it again takes time in every step
+                continue
             for chunk in self._chunks(answer, progress[answer.index], rest):
                 events.append(writer.event(chunk | usage_so_far(output, self._options), rest))
         return events

@@ -110,7 +110,7 @@ class EngineLoop:
         self.num_waiting = 0  # requests without a first token
         self._watch = watch
         self._last_watch_s = 0.0
-        self._first_token_s = 1.0  # running mean
+        self._first_token_s = 1.0  # running mean of the seconds to a first token
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._inboxes: dict[str, _Inbox] = {}  # of unfinished requests; only the engine's thread uses it
         self._stopping = False
@@ -133,8 +133,9 @@ class EngineLoop:
         self._thread.join()
 
     def call(self, function: Callable[[Engine], None]) -> None:
-        """Calls a function with the engine, between two steps, on the engine's thread. From any thread."""
-        self._commands.put(lambda: function(self.engine))
+        """Calls a function with the engine, between two steps, on the engine's thread. From any thread. What it raises
+        goes into the log."""
+        self._commands.put(lambda: self._look(function))
 
     async def stream(self, submission: Submission) -> AsyncGenerator[RequestOutput, None]:
         """The request's output so far, whenever it has grown; the last one is finished.
@@ -148,21 +149,21 @@ class EngineLoop:
         if not self.is_running:
             raise EngineFailed("the engine has stopped")
         inbox = _Inbox(asyncio.get_running_loop(), tenant=submission.tenant)
-        began = time.monotonic()
         with contextlib.ExitStack() as place:
             place.enter_context(self.place())
             self._commands.put(lambda: self._add(submission, inbox))
             try:
                 if not self.is_running:  # the thread may have taken its last command before this one
                     raise EngineFailed("the server is shutting down")
+                output = await inbox.get()
+                place.close()  # it waits no longer
+                if (seconds := output.metrics.time_to_first_token) is not None:
+                    self._first_token_s += _FIRST_TOKEN_WEIGHT * (seconds - self._first_token_s)
                 while True:
-                    output = await inbox.get()
-                    if output.metrics.first_token_time is not None:
-                        self._first_token_s += _FIRST_TOKEN_WEIGHT * (time.monotonic() - began - self._first_token_s)
-                    place.close()  # it waits no longer
                     yield output
                     if output.finished:
                         return
+                    output = await inbox.get()
             finally:
                 self._commands.put(lambda: self._abort(inbox))
 
@@ -254,13 +255,21 @@ class EngineLoop:
                 inbox.send(output)
 
     def _fail_all(self, error: EngineFailed) -> None:
-        for request_id, inbox in self._inboxes.items():
-            self.engine.abort_request(request_id)
+        for inbox in self._inboxes.values():  # all of them first: an engine that has failed may fail here, too
             inbox.send(error)
+        for request_id in self._inboxes:
+            self.engine.abort_request(request_id)
         self._inboxes.clear()
 
     def _let_watch(self) -> None:
         now = time.monotonic()
         if self._watch is not None and now - self._last_watch_s >= _WATCH_INTERVAL_S:
             self._last_watch_s = now
-            self._watch(self.engine)
+            self._look(self._watch)
+
+    def _look(self, function: Callable[[Engine], None]) -> None:
+        """Calls a function that only looks at the engine: what it raises ends nobody's answer."""
+        try:
+            function(self.engine)
+        except Exception:
+            _LOG.exception("A look at the engine failed.")

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from trunkattn.engine.config import check_bool, check_real
+from trunkattn.engine.config import check_bool, check_real, check_text, shown
+from trunkattn.server.limits import LIMITS
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
 from trunkattn.validate import keep_int
 
@@ -20,7 +21,7 @@ class ServerOptions:
     """Options of the HTTP server.
 
     Attributes:
-        served_model_name: what `/v1/models` calls the model, and what requests must ask for.
+        served_model_name: what `/v1/models` calls the model, and what requests must ask for; at most 512 characters.
         host, port: where it listens. By default it listens only on this machine. An address of IPv6 may have brackets,
             as in a URL.
         api_keys: with any, a request must carry one of them as a bearer token. Each key is a tenant of its own: no
@@ -60,6 +61,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.served_model_name:
             raise ValueError(f"served_model_name={self.served_model_name!r}: expected a name that is not empty")
+        check_text("served_model_name", self.served_model_name)
+        if len(self.served_model_name) > LIMITS.label:  # requests name the model
+            value = shown(self.served_model_name)
+            raise ValueError(f"served_model_name={value}: expected at most {LIMITS.label} characters")
         if not self.host:  # which would be every address of the machine
             raise ValueError("host='': expected an address or a name, such as 127.0.0.1, or 0.0.0.0 for all addresses")
         object.__setattr__(self, "host", _without_brackets(self.host))

@@ -25,6 +25,7 @@ _SPARE_FILES: Final = 32
 _LEAST_CONNECTIONS: Final = 16
 _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
 _LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
+_BEHIND_BYTES: Final = 64 << 10  # that are read behind a request while it is answered
 
 
 class LimitedProtocol(H11Protocol):
@@ -48,6 +49,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_busy and self.conn.their_state is h11.MUST_CLOSE:
+            return  # nothing that follows a connection's last request is looked at, and it ends no answer
         if not self._is_busy and self._timer is None:
             self._arm(LIMITS.header_seconds)
         super().data_received(data)
@@ -56,6 +59,9 @@ class LimitedProtocol(H11Protocol):
         super().handle_events()
         if self._is_busy and not self.flow.write_paused:
             self._stop_timer()
+        is_behind = self._is_busy and self.conn.their_state is h11.DONE
+        if is_behind and len(self.conn.trailing_data[0]) <= _BEHIND_BYTES:
+            self.flow.resume_reading()  # who reads no more does not see either that the client goes away
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -207,6 +207,8 @@ class Service:
                 values["structured_outputs"] = StructuredOutputsParams(
                     form.json_, form.regex, form.choice, form.grammar, form.json_object
                 )
+        if body.stream_options is not None and not body.stream:
+            raise BadRequest("stream_options is given without stream: expected stream=true", "stream_options")
         most, defaults = self.options.max_answer_tokens, self.llm.get_default_sampling_params()
         if most is not None and defaults.max_tokens is not None:  # the model's own default may be longer
             defaults = replace(defaults, max_tokens=min(defaults.max_tokens, most))
@@ -214,18 +216,23 @@ class Service:
             params = replace(defaults, **values | changes)
         if most is not None:
             if params.max_tokens is not None and params.max_tokens > most:
-                raise BadRequest(f"max_tokens={params.max_tokens}: expected at most {most}", "max_tokens")
+                name = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+                raise BadRequest(f"{name}={params.max_tokens}: expected at most {most}", name)
             params = replace(params, max_tokens=params.max_tokens or most)
         return params
 
     def check_count(self, num_prompts: int, n: int) -> None:
-        """Raises BadRequest if a request wants no answer or too many."""
+        """Raises BadRequest if a request wants no answer, too many, or more prompts than may ever wait together."""
         if n < 1:
             message = f"n={written(n)}: expected an integer from 1 to {self.options.max_answers}"
             raise BadRequest(message, "n")
         if num_prompts * n > self.options.max_answers:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
+        most = self.options.max_waiting
+        if num_prompts > most:
+            message = f"prompt has {num_prompts} prompts: expected at most {most}, because no more may wait at a time"
+            raise BadRequest(message, "prompt")
 
     async def submission(self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller) -> Submission:
         """A checked request for the engine. name: what messages call the prompt."""
