@@ -1,6 +1,7 @@
 """The command line: its options, how soon a bad one is refused, and what is imported for that."""
 
 import gc
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import trunkattn
 from trunkattn.attention import AttentionConfig
 from trunkattn.cli.app import app
 from trunkattn.cli.command import reported_by_option
+from trunkattn.cli.models import name_of
 from trunkattn.cli.options import STEP_SECONDS, ServeOptions, size
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
@@ -77,6 +79,12 @@ ENDED: dict[str, int] = {
     "analyze . --model nowhere": 2,
     "analyze . --html nowhere/report.html": 2,
     "explain 1,4_16,16 --tp none": 2,
+    "generate ~nobody-has-this-name/model --prompt a": 2,
+    "analyze ~nobody-has-this-name/log": 2,
+    "generate " + "a" * 300 + " --prompt a": 2,
+    "serve " + "a" * 300: 2,
+    "analyze " + "a" * 300: 2,
+    "analyze . --json " + "a" * 300: 2,
 }
 
 
@@ -111,6 +119,21 @@ def test_sizes(text: str, expected: int) -> None:
 def test_a_bad_size_is_named(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="such as 2GiB"):
         size(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
+        ("/models/Qwen2.5-0.5B-Instruct/", "Qwen2.5-0.5B-Instruct"),
+        ("/models/smollm2-135m.Q8_0.gguf", "smollm2-135m.Q8_0"),
+        ("/models/one/../two", "two"),
+        (".", Path.cwd().name),
+        ("..", Path.cwd().parent.name),
+    ],
+)
+def test_a_model_has_the_name_of_its_folder_or_file(path: str, name: str) -> None:
+    assert name_of(Path(path)) == name
 
 
 def test_the_version() -> None:
@@ -209,6 +232,11 @@ cli.find_spec = lambda name: None
 sys.argv = ["trunkattn", "doctor"]
 cli.main()"""
     assert last_line(script) == "The library and the engine work here."
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does when it has read enough
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @dataclass(frozen=True)

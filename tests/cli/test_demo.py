@@ -46,7 +46,7 @@ def small_workload() -> DemoWorkload:
 def shown(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str]:
     """A whole demo, and what it printed."""
     console = Console(file=io.StringIO(), width=100)
-    options = DemoOptions(max_tokens=10, page_size=PAGE, out=tmp_path_factory.mktemp("demo") / "new" / "out")
+    options = DemoOptions(max_tokens=10, page_size=PAGE, out=tmp_path_factory.mktemp("demo") / "new[" / "b]out")
     result = run_demo(options, tiny_folder, small_workload(), console)
     assert isinstance(console.file, io.StringIO)
     return result, console.file.getvalue()
@@ -112,7 +112,7 @@ def test_what_is_printed(shown: tuple[DemoResult, str]) -> None:
     words = " ".join(text.split())
     for expected in ("Ada, garden", "Dan, kitchen", "… and 1 more answers", "median time", "utilisation", "5 of 5"):
         assert expected in words
-    assert str(result.picture) in text.replace("\n", "")
+    assert str(result.picture) in text.replace("\n", "")  # whose folders' names look like rich's marks
 
 
 def test_the_result_is_json(shown: tuple[DemoResult, str]) -> None:
@@ -147,6 +147,7 @@ def test_json_mode_prints_nothing_of_its_own(tiny_folder: Path, tmp_path: Path) 
         (["--max-tokens", "7"], ["--max-tokens", "7", "an integer of at least 8"]),
         (["--page-size", "0"], ["--page-size", "0", "an integer of at least 1"]),
         (["--out", __file__], ["--out", "expected a folder"]),
+        (["--out", "/sys"], ["--out", "/sys/demo-forest.png", "cannot be written"]),
     ],
 )
 def test_a_bad_value_is_named(arguments: list[str], expected: list[str]) -> None:

@@ -220,6 +220,14 @@ def test_which_kernels_a_gpu_has(name: str, num_sms: int, capability: int, told:
     )
 
 
+def test_what_an_error_says_is_no_markup() -> None:
+    way = doctor.Way("plug-in", False, "OSError: [/opt/lib] is [red] :warning:", "pip install a[b]")
+    console = Console(file=StringIO(), width=200)
+    doctor.print_report(doctor.Report({"processor": "[/]"}, {}, (way,), (), True), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(words in text for words in (way.detail, str(way.get), "[/]"))
+
+
 @pytest.mark.parametrize(
     ("group", "plugin"), [("vllm.general_plugins", doctor.PLUGIN), ("sglang.srt.plugins", doctor.SGLANG_PLUGIN)]
 )

@@ -1,6 +1,8 @@
 """`trunkattn explain` from the command line: trees and files, and what is wrong with them."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,17 @@ def test_a_cache_has_the_names_of_engines_too(engines: str, torchs: str) -> None
 def test_a_picture(tmp_path: Path) -> None:
     run("1,4,64_1024,512,128", "--svg", str(tmp_path / "forest.svg"))
     assert (tmp_path / "forest.svg").read_text().startswith("<svg")
+    alone = run("1,4,64_1024,512,128", "--svg", "-")  # no table follows it
+    assert alone == " ".join((tmp_path / "forest.svg").read_text().split())
+
+
+def test_a_batch_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writing = threading.Thread(target=lambda: pipe.write_text(json.dumps(GOOD)))
+    writing.start()
+    assert read_batch(str(pipe), None)[1].tolist() == GOOD["seq_lens"]
+    writing.join()
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,10 @@ def test_a_picture(tmp_path: Path) -> None:
         (["4,1_16,16"], "at least as many nodes"),
         (["1,4_24,16", "--page-size", "16"], "--page-size: 16: expected a divisor"),
         (["nowhere.json"], "there is no such file; expected a tree such as 1,4,64_1024,512,128"),
+        (["a" * 300], "File name too long; expected a file or a folder that can be read"),
+        (["."], "there is no such file; expected a tree such as 1,4,64_1024,512,128"),
+        (["~nobody-has-this-name/a.json"], "there is no such file; expected a tree such as 1,4,64_1024,512,128"),
+        (["1,4_16,16", "--json", "--svg", "-"], "--svg: '-': expected a file, because --json prints"),
         (["1,4_16,16", "--gpu", "abacus"], "--gpu: 'abacus': expected a card"),
         (["1,4_16,16", "--model", "abacus"], "--model: 'abacus': expected one of"),
         (["1,4_16,16", "--tp", "3"], "--tp: 3: expected a number of cards"),
@@ -92,6 +109,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
         ({"seq_lens": [40, 41]}, '"seq_lens" has 2 entries; expected 3'),
         ({"seq_lens": [40, 41, 0]}, '"seq_lens" holds a 0; expected at least 1 token'),
         ({"seq_lens": [40, 41, 33]}, 'row 2 of "block_table" has 2 pages of 16 tokens'),
+        ({"block_table": [[0]] * 9999, "seq_lens": [(1 << 31) - 1] * 9999}, 'row 0 of "block_table" has 1 pages'),
         ({"seq_lens": [40, 41, 1.5]}, '"seq_lens" is not a list of integers'),
         ({"block_table": [[0, 1, 2], [0, 1, "x"], [0, 4]]}, '"block_table" is not a list of integers'),
         ({"block_table": [[0, 1, 2], [0, 1, -3], [0, 4]]}, '"block_table" is not a list of integers from 0'),

@@ -132,6 +132,13 @@ def test_text_that_is_not_utf8_is_named(tiny_folder: Path, arguments: list[str])
     check_usage_error(result, ["standard input", "expected UTF-8 text"])
 
 
+def test_what_is_shown_of_a_prompt_is_no_markup(tiny_folder: Path) -> None:
+    for prompt in (r"C:\[/bold] :smile:", "[red]a"):
+        result = invoke(tiny_folder, "--prompt", prompt, "--prompt", "b", "--max-tokens", 1, "--no-chat")
+        assert result.exit_code == 0, result.exception
+        assert prompt in result.stdout
+
+
 def test_text_names_each_prompt_and_shows_logprobs(tiny_folder: Path) -> None:
     prompts = ("--prompt", "First [question]", "--prompt", "Second question")
     result = invoke("--model", tiny_folder, *prompts, "--max-tokens", 3, "--logprobs", 1, "--ignore-eos")

@@ -119,14 +119,33 @@ def test_an_answer_needs_no_standard_error(tiny_folder: Path, redirection: str) 
     assert len(json.loads(done.stdout)["outputs"][0]["answers"][0]["token_ids"]) == 2
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_closed_stream_is_no_files_place(number: int) -> None:
+@pytest.mark.parametrize("closed", [[1], [2], [0, 2], [0, 1, 2]])
+def test_a_closed_stream_is_no_files_place(closed: list[int]) -> None:
     """A library that writes to standard error by its number writes into no file that a command opens."""
     program = (
         "import os, trunkattn.cli.streams as streams; streams.prepare_standard_streams(); "
-        f"assert os.readlink('/proc/self/fd/{number}') == os.devnull"
+        f"os._exit(any(os.readlink(f'/proc/self/fd/{{number}}') != os.devnull for number in {closed}))"
     )
-    assert subprocess.run(f"'{sys.executable}' -c \"{program}\" {number}>&-", shell=True).returncode == 0
+    closing = " ".join(f"{number}>&-" for number in closed)
+    assert subprocess.run(f"'{sys.executable}' -c \"{program}\" {closing}", shell=True).returncode == 0
+
+
+def test_a_closed_standard_input_is_no_log() -> None:
+    line = f"'{sys.executable}' -m trunkattn analyze - <&-"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "anditisclosed" in "".join(done.stderr.replace("│", " ").split())  # a box wraps the message
+
+
+@pytest.mark.parametrize("name", ["-", "report.html"])
+def test_a_report_is_utf8_whatever_a_terminal_or_a_name_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "latin-1", errors="backslashreplace"))
+    place = Path(name) if name == "-" else tmp_path / name
+    write(place, os.fsdecode("1 × “\U0001f600” ".encode() + b"\xff"))
+    assert (raw.getvalue() if name == "-" else place.read_bytes()) == "1 × “\U0001f600” ?".encode()
 
 
 def test_a_terminal_without_unicode_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:

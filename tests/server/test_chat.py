@@ -20,9 +20,7 @@ def test_an_answer(server: Server, reference: LLM) -> None:
     answer = server.client().chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=12, temperature=0)
     assert answer.choices[0].message.content == expected(reference)
     assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
-    assert (
-        "refusal" in answer.choices[0].message.model_fields_set
-    )  # strict clients need it
+    assert "refusal" in answer.choices[0].message.model_fields_set  # strict clients need it
 
 
 def test_a_stream_adds_up_to_the_answer(server: Server, reference: LLM) -> None:

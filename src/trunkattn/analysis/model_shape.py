@@ -4,11 +4,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from trunkattn.analysis.model_configs import CONFIGS
+from trunkattn.validate import expanded
 
 _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float32": 4.0})
 _MXFP4_BYTES: Final = 4.25 / 8  # bytes of an expert's weight, its share of the scale included
@@ -105,7 +105,7 @@ def model_shape(model: str) -> ModelShape:
     """
     if model in CONFIGS:
         return shape_of(model, CONFIGS[model])
-    path = Path(model).expanduser()
+    path = expanded(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(CONFIGS)

@@ -26,6 +26,7 @@ from trunkattn.analysis.tokens import (
     mixed,
     read_tokenizer,
 )
+from trunkattn.validate import expanded
 
 LINES_TO_RECOGNISE: Final = 100  # of which the first one that is known says the format
 _NAME: Final = re.compile(r"[\w.:-]{1,40}")
@@ -61,7 +62,7 @@ def read_log(
         ValueError: one sentence that names the file and the line: nothing is there, the format is not known, no line
             could be taken, a package is missing, or, with `strict`, a line is wrong.
     """
-    place = Path(path).expanduser()
+    place = expanded(path)
     name = place.name or str(place.resolve())
     chosen = None if format == "auto" else format_named(format)
     total = sum(file.stat().st_size for file in files_of(place))

@@ -16,6 +16,7 @@ from trunkattn.analysis.records import Encoded
 from trunkattn.analysis.texts import to_bytes
 from trunkattn.engine.model_path import TOKENIZER_FILES
 from trunkattn.names import install_command
+from trunkattn.validate import expanded
 
 BLOCK_SIZE: Final = 16
 BYTES_PER_TOKEN: Final = 4.0
@@ -236,7 +237,7 @@ def read_tokenizer(path: str | Path) -> TokenizerEncoder:
 
 def check_tokenizer(path: str | Path) -> Path:
     """The path of a file, or of a folder with a tokenizer. Raises ValueError before anything large is loaded."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     if not place.exists():
         raise ValueError(f"tokenizer={str(path)!r}: there is no such folder; expected one with a tokenizer.json")
     if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):

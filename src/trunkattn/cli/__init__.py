@@ -24,6 +24,9 @@ def main() -> None:
         )
     try:
         _run()
+    except BrokenPipeError:  # who reads the result has gone; Python would flush what is left, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     except OSError as error:
         if error.errno not in WRITE_ERRORS or error.filename is not None:  # it is no result that cannot be written
             raise

@@ -232,7 +232,9 @@ class ExplainOptions:
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
     ] = False
-    svg_file: Annotated[Path | None, _text(OUTPUT, "FILE", "Draw the forest as SVG.", "--svg")] = None
+    svg_file: Annotated[
+        Path | None, _text(OUTPUT, "FILE", "Draw the forest as SVG; -: to standard output.", "--svg")
+    ] = None
 
     def __post_init__(self) -> None:
         Settings(**{name: value for name, value in fields_of(Settings, self).items() if value is not None})

@@ -72,11 +72,17 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 @contextmanager
 def reported_by_option(options: type[Any]) -> Iterator[None]:
     """Turns the library's `name=value: expected ...` into an error of the option with that name, or of the field with
-    it, exit code 2. A missing package is reported alike."""
+    it, exit code 2. A missing package is reported alike, and so is a file that nobody can look at, such as one with a
+    name that is too long."""
     try:
         yield
     except ImportError as error:
         raise typer.BadParameter(str(error)) from error
+    except OSError as error:
+        if error.filename is None:  # it is about no file that somebody has named
+            raise
+        message = f"{str(error.filename)!r}: {error.strerror}; expected a file or a folder that can be read"
+        raise typer.BadParameter(message) from error
     except (TypeError, ValueError) as error:
         name, value = _split(str(error))
         names = {field.name: _option_name(field) for field in fields(options)}

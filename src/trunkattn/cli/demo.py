@@ -23,7 +23,7 @@ from trunkattn.cli.demo_workload import DemoWorkload, load_demo
 from trunkattn.cli.measure import BatchRun, Step, run_batch
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.options import DemoOptions
-from trunkattn.cli.streams import print_json
+from trunkattn.cli.streams import check_writable, print_json
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.other_work import OtherWork
 from trunkattn.planner.prefix_forest import Forest, build_forest
@@ -66,6 +66,8 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
     """Loads the model, warms up, streams some answers, measures both policies and draws the picture. Prints the figures
     unless `as_json`."""
     make_folder(options.out)
+    with reported_by_option(DemoOptions):
+        check_writable("out", options.out / PICTURE, {})
     engines = {}
     for policy in POLICIES:
         with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions):

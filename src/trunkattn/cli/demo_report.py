@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from trunkattn.cli.demo_workload import DemoWorkload
 from trunkattn.cli.measure import (
@@ -147,7 +148,7 @@ def print_result(result: DemoResult, console: Console) -> None:
         words = f"There is no picture, because it needs matplotlib: {install_command('bench')}"
         console.print(words, markup=False, highlight=False)
     else:
-        console.print(f"Picture of the forest, with the bytes read and saved: [bold]{result.picture}[/]")
+        console.print(Text.assemble("Picture of the forest, with the bytes read and saved: ", (result.picture, "bold")))
 
 
 def busy_words(other_cores: float | None, num_cores: int) -> str:

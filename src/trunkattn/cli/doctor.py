@@ -268,10 +268,11 @@ def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
 def print_report(report: Report, console: "Console") -> None:
     """Prints the machine, the packages and the ways as tables, then the verdict."""
     from rich.table import Table
+    from rich.text import Text
 
     machine = Table("This machine", "", title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for key, value in report.machine.items():
-        machine.add_row(key, value)
+        machine.add_row(key, Text(value))
     installed = [f"{name} {number}" for name, number in report.packages.items() if number is not None]
     absent = [name for name, number in report.packages.items() if number is None]
     machine.add_row("packages", ", ".join(installed))
@@ -279,7 +280,7 @@ def print_report(report: Report, console: "Console") -> None:
     ways = Table("What runs here", "", "", "How to get it", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for way in report.ways:
         mark = "[green]yes[/]" if way.runs else "[red]no[/]"
-        ways.add_row(way.name, mark, way.detail, _escape(way.get or ""))
+        ways.add_row(way.name, mark, Text(way.detail), Text(way.get or ""))
     console.print(machine)
     console.print()
     console.print(ways)
@@ -292,7 +293,7 @@ def print_report(report: Report, console: "Console") -> None:
         for each in report.kernels:
             alike.setdefault((each.decodes, each.prompts), []).append(each.attention)
         for cells, names in alike.items():
-            kernels.add_row("; ".join(names), *map(_escape, cells))
+            kernels.add_row("; ".join(names), *map(Text, cells))
         console.print(kernels)
         console.print()
     console.print(_verdict(report), style="bold green" if report.healthy else "bold red")
@@ -332,7 +333,3 @@ def _gpu() -> str:
     if torch.cuda.is_available():
         return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return "a driver, but this torch sees no GPU" if shutil.which("nvidia-smi") else "none"
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -16,8 +16,9 @@ from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.command import reported_by_option
-from trunkattn.cli.streams import check_writable, print_json, write
+from trunkattn.cli.streams import STANDARD_STREAM, check_writable, print_json, write
 from trunkattn.gpu.cards import card_named
+from trunkattn.validate import expanded
 
 TREE: Final = re.compile(r"[0-9, ]+_[0-9, ]+")
 FIELDS: Final = ("block_table", "seq_lens", "page_size")
@@ -32,6 +33,8 @@ def run_explain(options: ExplainOptions) -> None:
         shape, card = model_shape(options.model), card_named(options.card)
         check_cards(shape, options.tensor_parallel)
         check_writable("svg_file", options.svg_file, {Path(options.batch): "BATCH"})
+        if options.as_json and options.svg_file == STANDARD_STREAM:
+            raise ValueError("svg_file='-': expected a file, because --json prints to standard output")
         block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)
     with reported_by_option(ExplainOptions):
         from trunkattn.analysis.explain import explain
@@ -42,6 +45,8 @@ def run_explain(options: ExplainOptions) -> None:
         explanation = explain((block_table, seq_lens), prices)
     if options.svg_file is not None:
         write(options.svg_file, forest_svg(explanation, prices))
+        if options.svg_file == STANDARD_STREAM:
+            return
     if options.as_json:
         print_json(explanation_dict(explanation, prices))
     else:
@@ -65,7 +70,7 @@ def read_batch(batch: str, page_size: int | None) -> Tables:
             raise ValueError(f"batch={batch!r}: {error}") from error
         made = tree_batch(tree, page_size or math.gcd(DEFAULT_PAGE_SIZE, *tree.tokens[:-1]))
         return made.block_table, made.seq_lens, made.page_size
-    path = Path(batch).expanduser()
+    path = expanded(batch)
     fields = _fields(path)
     given = {"page_size": page_size, **{name: value for name, value in fields.items() if value is not None}}
     missing = [name for name in FIELDS if given.get(name) is None]
@@ -98,8 +103,7 @@ def _table(batch: str, listed: Any, lengths: NDArray[np.int64], page_size: int) 
         )
     if lengths.min() < 1:
         raise ValueError(f'batch={batch!r}: "seq_lens" holds a 0; expected at least 1 token in each row')
-    needed = (-(-lengths // page_size)).tolist()
-    table = np.zeros((len(listed), max(needed)), np.int32)
+    needed, rows = (-(-lengths // page_size)).tolist(), []
     for number, (row, count) in enumerate(zip(listed, needed, strict=True)):
         pages = _integers(batch, "block_table", row[:count] if isinstance(row, list | np.ndarray) else row)
         if len(pages) < count:
@@ -107,14 +111,17 @@ def _table(batch: str, listed: Any, lengths: NDArray[np.int64], page_size: int) 
                 f'batch={batch!r}: row {number} of "block_table" has {len(pages)} pages of {page_size} tokens; '
                 f"expected enough for its length, {lengths[number]}"
             )
-        table[number, :count] = pages
+        rows.append(pages)
+    table = np.zeros((len(rows), max(needed)), np.int32)  # as long as the longest row, which is there
+    for number, pages in enumerate(rows):
+        table[number, : len(pages)] = pages
     return table
 
 
 def _fields(path: Path) -> dict[str, Any]:
     """The fields of a file."""
     expected = "expected a tree such as 1,4,64_1024,512,128, or a .json or .npz file"
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # a pipe is as good as a file
         raise ValueError(f"batch={str(path)!r}: there is no such file; {expected}")
     try:
         if path.suffix == ".npz":

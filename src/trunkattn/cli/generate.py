@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from trunkattn.cli.command import fields_of, reported_by_option
-from trunkattn.cli.models import place, use_threads, working
+from trunkattn.cli.models import name_of, place, use_threads, working
 from trunkattn.cli.options import GenerateOptions
 from trunkattn.cli.streams import STANDARD_STREAM, print_json
 from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
@@ -36,12 +37,12 @@ def run_generate(options: GenerateOptions) -> None:
         existing_path(options.model)
     prompts = [_standard_input() if prompt is None else prompt for prompt in given]
     errors = Console(file=sys.stderr)
-    with reported_by_option(GenerateOptions), working(errors, f"Loading {options.model.name}"):
+    with reported_by_option(GenerateOptions), working(errors, f"Loading {name_of(options.model)}"):
         from trunkattn.engine import LLM
 
         use_threads(options.threads)
         llm = LLM(options.model, **fields_of(EngineConfig, options))
-    errors.print(f"{options.model.name} runs on {place(llm)}", style="dim", highlight=False)
+    errors.print(f"{name_of(options.model)} runs on {place(llm)}", style="dim", markup=False, highlight=False)
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):
         stream = llm.stream(requests, params)
@@ -175,7 +176,7 @@ def print_answers(prompts: list[str], outputs: list[RequestOutput], console: Con
             if several:
                 beginning = " ".join(prompt.split())[:60]
                 number = f" (answer {answer.index + 1})" if len(output.outputs) > 1 else ""
-                console.rule(f"{beginning}{number}".replace("[", r"\["), align="left")
+                console.rule(Text(f"{beginning}{number}", "rule.text"), align="left")
             console.print(answer.text, markup=False, highlight=False, soft_wrap=True)
             if answer.error is not None:
                 console.print(f"ended by an error: {answer.error}", style="red", markup=False, highlight=False)
@@ -198,7 +199,7 @@ def print_logprobs(outputs: list[RequestOutput], console: Console) -> None:
             likely = ", ".join(f"{logprob.decoded_token!r} {logprob.logprob:.2f}" for logprob in best)
             own = entry[token_id]
             cells = (repr(own.decoded_token), f"{own.logprob:.3f}", str(own.rank), likely)
-            table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+            table.add_row(*map(Text, cells))
         console.print(table)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import typer
 
+from trunkattn.validate import expanded
+
 STANDARD_STREAM: Final = Path("-")
 
 
@@ -43,9 +45,14 @@ def prepare_standard_streams() -> None:
     """Lets a command end as its work ends.
 
     What the encoding of a stream lacks is escaped. Standard error takes everything, also where its disk is full: a
-    progress bar is not worth an answer. A closed stream becomes one that keeps nothing: libraries would write to
-    standard output instead, or into the next file that gets its number.
+    progress bar is not worth an answer. A closed stream becomes one that keeps nothing, and its number that of no other
+    file: libraries would write to standard output instead, or into the next file or connection with this number.
     """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -63,12 +70,14 @@ def as_file(path: Path) -> Iterator[Path]:
     lives as long as the context, because a log is read more than once.
 
     Raises:
-        ValueError: the disk is full.
+        ValueError: the disk is full, or standard input is closed.
     """
-    place = path.expanduser()
+    place = expanded(path)
     if path != STANDARD_STREAM and (place.is_file() or place.is_dir()):
         yield place
         return
+    if path == STANDARD_STREAM and sys.stdin is None:
+        raise ValueError(f"log={str(path)!r}: expected standard input that is open, and it is closed")
     with TemporaryDirectory() as folder:
         copy = Path(folder) / ("standard input" if path == STANDARD_STREAM else place.name)
         try:
@@ -110,17 +119,19 @@ def check_writable(name: str, path: Path | None, others: Mapping[Path, str]) -> 
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a text, to standard output if the path is "-". A file has all of it, or stays as it was."""
+    """Writes a text in UTF-8, to standard output if the path is "-". A file has all of it, or stays as it was. What is
+    not Unicode, such as a byte in the name of a file, becomes a question mark."""
+    written = text.encode("utf-8", "replace")
     if path == STANDARD_STREAM:
-        typer.echo(text, nl=False)
+        typer.echo(written, nl=False)
         return
     try:
         if path.exists() and not path.is_file():  # a pipe or a device
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(written)
             return
         part = _part_of(path)
         try:
-            part.write_text(text, encoding="utf-8")
+            part.write_bytes(written)
             os.replace(part, path.resolve())
         finally:
             part.unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from trunkattn.validate import expanded
+
 EXPECTED_MODEL = "a local Hugging Face folder (config.json and *.safetensors) or a .gguf file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
@@ -17,7 +19,7 @@ def existing_path(model: object) -> Path:
     """
     if not isinstance(model, str | Path):
         raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file() or (path / "config.json").is_file():
         return path
     if path.is_dir():
