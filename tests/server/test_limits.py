@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
-from trunkattn.server import limits, running, service
+from trunkattn.server import ServerOptions, limits, running, service
 from trunkattn.server.json_size import json_size
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
@@ -260,6 +260,12 @@ def test_each_tenant_sees_its_own(start_server: Callable[..., Server], monkeypat
         next(lines)
         assert "secret" in shown(one) and "secret" not in shown(two)
     server.wait_idle()
+
+
+@pytest.mark.parametrize("name", ["", "\udcff", "x" * (limits.LIMITS.label + 1)])
+def test_a_model_has_a_name_that_a_request_can_send(name: str) -> None:
+    with pytest.raises(ValueError, match=r"served_model_name=.*expected"):
+        ServerOptions(name)
 
 
 def test_what_no_other_try_mends_is_told_at_once(start_server: Callable[..., Server]) -> None:

@@ -120,7 +120,6 @@ class Service:
     async def tokens(self, text: str, name: str, add_special_tokens: bool = True, truncates: bool = False) -> list[int]:
         """Token ids of a text. truncates: it may have more than a prompt, because only its end is kept."""
         self._check_length(name, len(text))
-
         return await self.lanes.run(len(text), lambda _: self._encode(text, name, add_special_tokens, truncates))
 
     async def chat_tokens(
@@ -229,10 +228,9 @@ class Service:
         if num_prompts * n > self.options.max_answers:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
-        most = self.options.max_waiting
-        if num_prompts > most:
-            message = f"prompt has {num_prompts} prompts: expected at most {most}, because no more may wait at a time"
-            raise BadRequest(message, "prompt")
+        if num_prompts > (most := self.options.max_waiting):
+            words = f"prompt has {num_prompts} items: expected at most {most}, because no more may wait at a time"
+            raise BadRequest(words, "prompt")
 
     async def submission(self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller) -> Submission:
         """A checked request for the engine. name: what messages call the prompt."""
