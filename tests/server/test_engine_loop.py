@@ -114,25 +114,6 @@ def test_a_thread_that_fails_tells_everybody(reference: LLM, monkeypatch: pytest
         await asyncio.to_thread(loop._thread.join)
         return tasks
 
-    assert errors_of(work) == ["the engine has stopped"] * 2
-    assert not reference.engine.has_unfinished
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
-def test_the_threads_with_which_the_caller_has_computed_end(reference: LLM) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        (worker,) = set(team(2)) - {threading.get_native_id()}
-        loop = EngineLoop(reference.engine, max_waiting=8)
-        loop.start()
-        end = time.monotonic() + PATIENCE
-        while Path(f"/proc/self/task/{worker}").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not Path(f"/proc/self/task/{worker}").exists()
-        loop.stop()
-    finally:
-        torch.set_num_threads(before)
     with monkeypatch.context() as patches:
         patches.setattr(threading, "excepthook", lambda _: None)
         assert errors_of(work) == ["the engine has stopped"] * 2
@@ -177,3 +158,20 @@ def test_the_time_to_a_first_token_is_the_first_ones(reference: LLM, monkeypatch
             await asyncio.to_thread(loop.stop)
 
     asyncio.run(work())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
+def test_the_threads_with_which_the_caller_has_computed_end(reference: LLM) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (worker,) = set(team(2)) - {threading.get_native_id()}
+        loop = EngineLoop(reference.engine, max_waiting=8)
+        loop.start()
+        end = time.monotonic() + PATIENCE
+        while Path(f"/proc/self/task/{worker}").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not Path(f"/proc/self/task/{worker}").exists()
+        loop.stop()
+    finally:
+        torch.set_num_threads(before)
