@@ -35,6 +35,8 @@ from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
 DOCS = ROOT / "docs"
 PAGE = DOCS / "performance.md"
 README = ROOT / "README.md"
+# Batches of vLLM which are like others that README.md shows.
+SIMILAR = ("8 x (4096 + 128)", "128 x (640 + 64)", "128 x (704)", "8 x (8192)")
 BEGIN, END = "<!-- written by benchmarks/page/performance_page.py -->", "<!-- end -->"
 WRITTEN = "<!-- Written by benchmarks/page/performance_page.py: do not edit. -->"
 SHOWN = 1.05  # the front page shows losses from this ratio on, the worst of each kind
@@ -220,6 +222,8 @@ def readme() -> str:
     rows = []
     names = {"H100": "vllm-tpot-h100", "H200": "vllm-tpot-h200"}
     for hopper, larger in vllm.tpot_rows(*names.values()):
+        if hopper["workload"] in SIMILAR:
+            continue
         cells: list[object] = [use_of(hopper["workload"])]
         for row in (hopper, larger):
             stock, ours = row["FLASH_ATTN"]["tpot_ms"], row["CUSTOM"]["tpot_ms"]
