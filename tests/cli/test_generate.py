@@ -194,6 +194,7 @@ def test_stop_ends_an_answer(tiny_folder: Path) -> None:
         (["--min-p", "2"], ["--min-p", "2", "a number in [0, 1]"]),
         (["--repetition-penalty", "0"], ["--repetition-penalty", "a finite number above 0"]),
         (["--min-tokens", "500"], ["--min-tokens", "at most --max-tokens=128"]),
+        (["--logit-bias", "7=1", "--logit-bias", "07=2"], ["--logit-bias", "'07=2'", "expected each token id once"]),
         (["--logit-bias", "a=b"], ["--logit-bias", "'a=b'", "expected ID=NUMBER"]),
         (["--allowed-token-ids", "x"], ["--allowed-token-ids", "expected an integer"]),
         (["--allowed-token-ids", "99999999"], ["--allowed-token-ids: token id=99999999"]),

@@ -304,7 +304,7 @@ class SamplingOptions:
         from trunkattn.engine import SamplingParams, StructuredOutputsParams
 
         given = fields_of(SamplingParams, self)
-        given["logit_bias"] = dict(_bias(text) for text in self.logit_bias) if self.logit_bias else None
+        given["logit_bias"] = _biases(self.logit_bias) if self.logit_bias else None
         forms = {
             "json": _read("json_schema", self.json_schema),
             "regex": self.regex,
@@ -342,13 +342,19 @@ class GenerateOptions(SamplingOptions, EngineOptions):
     as_json: Annotated[bool, JSON_OPTION] = False
 
 
-def _bias(text: str) -> tuple[int, float]:
-    """ID=NUMBER as a token id and a number."""
-    token_id, _, bias = text.partition("=")
-    try:
-        return int(token_id), float(bias)
-    except ValueError:
-        raise ValueError(f"logit_bias={text!r}: expected ID=NUMBER, such as 42=-1.5") from None
+def _biases(texts: list[str]) -> dict[int, float]:
+    """Texts of ID=NUMBER as numbers by token id."""
+    found: dict[int, float] = {}
+    for text in texts:
+        token_id, _, bias = text.partition("=")
+        try:
+            number, value = int(token_id), float(bias)
+        except ValueError:
+            raise ValueError(f"logit_bias={text!r}: expected ID=NUMBER, such as 42=-1.5") from None
+        if number in found:
+            raise ValueError(f"logit_bias={text!r}: expected each token id once")
+        found[number] = value
+    return found
 
 
 def _check_form(form: "StructuredOutputsParams") -> None:
