@@ -244,3 +244,51 @@ def test_prompts_go_on_however_long_steps_of_many_answers_take() -> None:
     for _ in range(50):
         scheduler.timed(step(scheduler), 60.0)
     assert late.num_output_tokens > 0
+
+
+def test_no_more_answers_start_while_a_step_has_no_time_for_them() -> None:
+    scheduler = Scheduler(CacheManager(256, PAGE_SIZE), 64, 256, max_step_seconds=0.5)
+    for _ in range(64):
+        scheduler.add(make_request(1, first=next(ARRIVALS), max_tokens=1000))
+    numbers = []
+    for _ in range(12):
+        batch = step(scheduler)
+        numbers.append(len(batch.chunks))
+        scheduler.timed(batch, 0.02 * len(batch.chunks))  # 25 answers take half a second
+    assert numbers[-1] == numbers[-2] == 19  # and a quarter of a step is for prompts
+    assert len(scheduler.waiting) == 64 - 19
+
+
+def test_samples_wait_while_a_step_has_no_time_for_them() -> None:
+    scheduler = Scheduler(CacheManager(256, PAGE_SIZE), 64, 256, max_step_seconds=0.5)
+    parent = make_request(40)
+    children = [make_request(40) for _ in range(63)]
+    parent.children.extend(children)
+    scheduler.add(parent)
+    most = 0
+    while scheduler.has_unfinished:
+        batch = step(scheduler)
+        most = max(most, len(batch.chunks))
+        scheduler.timed(batch, 0.02 * sum(chunk.num_tokens for chunk in batch.chunks))
+    assert most == 19
+    assert all(child.num_output_tokens == 8 for child in children)
+
+
+def test_one_sequence_always_runs_however_long_its_steps_take() -> None:
+    scheduler = Scheduler(CacheManager(256, PAGE_SIZE), 64, 64, keys_per_token=1, max_step_seconds=1e-6)
+    requests = [make_request(1000, first=next(ARRIVALS)) for _ in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_unfinished:
+        scheduler.timed(step(scheduler), 1.0)
+    assert [request.num_output_tokens for request in requests] == [8, 8]
+
+
+def test_answers_to_long_prompts_start_where_there_is_time_for_more_work_than_a_prompt_gets() -> None:
+    scheduler = Scheduler(CacheManager(4096, PAGE_SIZE), 64, 64, keys_per_token=1, max_step_seconds=1.0)
+    for _ in range(32):
+        scheduler.add(make_request(500, first=1000 * next(ARRIVALS), max_tokens=1000))
+    for _ in range(1000):
+        batch = step(scheduler)
+        scheduler.timed(batch, 1e-9)
+    assert len(scheduler.running) == 32

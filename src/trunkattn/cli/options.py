@@ -389,8 +389,8 @@ class ServeOptions(EngineOptions):
         float | None,
         _number(
             ENGINE,
-            "How long a step should take at most: while steps take longer, prompts get fewer tokens of each, so that "
-            f"running answers do not pause for long. Default: {STEP_SECONDS} with chunked_prefill.",
+            "How long a step should take at most: while steps take longer, prompts get fewer tokens and no more "
+            f"answers start, so that running ones do not pause for long. Default: {STEP_SECONDS} with chunked_prefill.",
         ),
     ] = None
     host: Annotated[

@@ -126,8 +126,8 @@ class EngineConfig:
             length and no decode (as in the first vLLM); first tokens are early, but each new prompt stalls the running
             answers.
         max_step_seconds: the time that a step should take at most, with "chunked_prefill": while steps take longer,
-            prompts get fewer tokens of each, and running answers pause for a shorter time. Prompts keep a part of every
-            step, so that steps of many answers can take longer. None: any time.
+            prompts get fewer tokens of each, and no more answers start, so that those which run pause for a shorter
+            time. None: any time.
         max_model_len: most tokens of a sequence, prompt and output; None: the lower of the model's limit and the
             cache's.
         policy: packing policy of `AttentionConfig`.

@@ -96,8 +96,8 @@ class Scheduler:
         policy: see `EngineConfig.scheduler_policy`.
         keys_per_token: see `StepWork.of_keys`; with it `chunked_prefill` shortens chunks of long prompts, so that no
             step takes longer than one whose budget is full of first tokens.
-        max_step_seconds: the time that a step of `chunked_prefill` should take at most, by the steps that were `timed`;
-            None: any.
+        max_step_seconds: the time that a step of `chunked_prefill` should take at most, by the steps that were `timed`:
+            while it takes longer, prompts get fewer tokens, and no more sequences start. None: any.
 
     Raises:
         TypeError, ValueError: the budget has less than one token per sequence, or the policy is unknown.
@@ -123,6 +123,7 @@ class Scheduler:
         self._pace = StepPace(self._prices.of(0, max_num_batched_tokens), max_step_seconds)
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
+        self._running_work = 0  # of the next tokens of `running`, or more if some have ended
         self.stats = SchedulerStats()
 
     @property
@@ -198,7 +199,8 @@ class Scheduler:
         """
         prices = self._prices
         budget = StepBudget(prices, self.max_num_batched_tokens, self._pace.work)
-        budget.reserve(sum(prices.of(request.num_computed_tokens, 1) for request in self.running))
+        self._running_work = sum(prices.of(request.num_computed_tokens, 1) for request in self.running)
+        budget.reserve(self._running_work)
         position = 0
         while position < len(self.running):
             request = self.running[position]
@@ -247,7 +249,7 @@ class Scheduler:
                 in_flight.add(chunk)
         deferred: deque[Request] = deque()
         looked_up = 0
-        while self.waiting and not budget.is_spent and len(self.running) < self.max_num_seqs:
+        while self.waiting and not budget.is_spent and self._has_room():
             if looked_up >= MAX_LOOKED_UP:
                 break
             request = self.waiting.popleft()
@@ -287,7 +289,7 @@ class Scheduler:
             self.stats.prefix_cache_hits += cached
         request.num_computed_tokens = cached
         budget.take(cached, num_tokens)
-        insort(self.running, request, key=Request.order)
+        self._run(request)
         return ScheduledChunk(request, cached, num_tokens)
 
     def _within_logits(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> int:
@@ -299,14 +301,23 @@ class Scheduler:
         return min(num_tokens, max(1, self._max_prompt_logits - used))
 
     def _fork(self, parent: Request, child: Request) -> None:
-        """Lets a new sample share its parent's pages, or wait like any request if `max_num_seqs` sequences run."""
+        """Lets a new sample share its parent's pages, or wait like any request if no more sequences may run."""
         child.num_cached_tokens = parent.num_cached_tokens
-        if len(self.running) < self.max_num_seqs:
+        if self._has_room():
             self.cache.fork(parent.request_id, child.request_id)
             child.num_computed_tokens = parent.num_computed_tokens
-            insort(self.running, child, key=Request.order)
+            self._run(child)
         else:
             insort(self.waiting, child, key=Request.order)
+
+    def _has_room(self) -> bool:
+        """Whether one more sequence may run: one always may."""
+        return not self.running or (len(self.running) < self.max_num_seqs and self._pace.has_room(self._running_work))
+
+    def _run(self, request: Request) -> None:
+        """Puts a sequence among those that run."""
+        insort(self.running, request, key=Request.order)
+        self._running_work += self._prices.of(request.num_computed_tokens, 1)
 
     def _preempt(self, request: Request) -> None:
         """Frees a running sequence's pages. It keeps its tokens and waits ahead of every later arrival."""

@@ -50,21 +50,27 @@ class StepPace:
         most: the most work of a step.
         seconds: the time that a step should take at most; None: any.
 
-    Attributes:
-        work: the most work of the next step.
-
     Example:
         >>> pace = StepPace(1600, seconds=0.2)
         >>> pace.work
         100
         >>> pace.timed(100, 0.01)  # there is time for more
-        >>> pace.work
-        200
+        >>> pace.work, pace.has_room(150), pace.has_room(151)
+        (200, True, False)
     """
 
     def __init__(self, most: int, seconds: float | None = None) -> None:
         self._most, self._seconds = most, seconds
-        self.work = most if seconds is None else self._least
+        self._fitting = self._least  # into the time; answers to long prompts may have more than `most`
+
+    @property
+    def work(self) -> int:
+        """The most work of the next step."""
+        return self._most if self._seconds is None else min(self._most, self._fitting)
+
+    def has_room(self, work: int) -> bool:
+        """Whether one more answer may run, beside prompts. work: of the next tokens of the answers that run."""
+        return self._seconds is None or work * PROMPT_SHARE <= self._fitting * (PROMPT_SHARE - 1)
 
     @property
     def _least(self) -> int:
@@ -76,9 +82,9 @@ class StepPace:
             return
         fitting = int(work * self._seconds / max(seconds, 1e-9))
         if seconds > self._seconds:
-            self.work = max(self._least, min(self.work, max(fitting, self.work // MOST_SHRINKAGE)))
-        elif fitting > self.work:  # a shorter step with less work says nothing about more
-            self.work = min(self._most, fitting, self.work * MOST_GROWTH)
+            self._fitting = max(self._least, min(self._fitting, max(fitting, self.work // MOST_SHRINKAGE)))
+        elif fitting > self._fitting:  # a shorter step with less work says nothing about more
+            self._fitting = min(fitting, self._fitting * MOST_GROWTH)
 
 
 class StepBudget:
