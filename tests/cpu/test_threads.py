@@ -3,11 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
@@ -92,33 +88,3 @@ def test_two_threads_of_python_at_once(setting: str) -> None:
     environment |= dict([setting.split("=")])
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=600)
     assert done.stdout == "100 True\n", done.stderr
-
-
-def has_ended(thread: int) -> bool:
-    """Whether a thread of this process ends within a minute, by the system's number."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if not Path(f"/proc/self/task/{thread}").exists():
-            return True
-        time.sleep(0.01)
-    return False
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
-def test_a_team_that_is_released_ends_and_the_next_loop_has_a_new_one() -> None:
-    before = set(threads.team(2))
-    (worker,) = before - {threading.get_native_id()}
-    threads.release_team()
-    assert has_ended(worker)
-    assert calls_of(NUM_CALLS) == [1] * NUM_CALLS + [0]
-    assert len(set(threads.team(2))) == 2 and torch.get_num_threads() == 2
-
-
-def test_only_gnus_teams_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-    llvms = SimpleNamespace(omp_pause_resource_all=called.append, __kmpc_fork_call=None)
-    monkeypatch.setattr(threads, "_openmp", lambda: llvms)
-    threads.release_team()
-    assert called == []
-    monkeypatch.setattr(threads, "_openmp", lambda: None)
-    threads.release_team()

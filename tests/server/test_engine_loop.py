@@ -2,16 +2,12 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from trunkattn import LLM, SamplingParams
-from trunkattn.cpu.threads import team
 from trunkattn.engine.engine import Engine
 from trunkattn.server import engine_loop
 from trunkattn.server.engine_loop import EngineFailed, EngineLoop, Submission
@@ -158,20 +154,3 @@ def test_the_time_to_a_first_token_is_the_first_ones(reference: LLM, monkeypatch
             await asyncio.to_thread(loop.stop)
 
     asyncio.run(work())
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
-def test_the_threads_with_which_the_caller_has_computed_end(reference: LLM) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        (worker,) = set(team(2)) - {threading.get_native_id()}
-        loop = EngineLoop(reference.engine, max_waiting=8)
-        loop.start()
-        end = time.monotonic() + PATIENCE
-        while Path(f"/proc/self/task/{worker}").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not Path(f"/proc/self/task/{worker}").exists()
-        loop.stop()
-    finally:
-        torch.set_num_threads(before)

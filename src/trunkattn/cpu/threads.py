@@ -22,7 +22,6 @@ from trunkattn.cpu.arguments import array_at
 from trunkattn.cpu.microkernel import add_to, call_kernel
 
 _NUM_CALLS, _TAKEN = 2, 3  # places in a loop's numbers, see `_take_calls`
-_PAUSE_HARD = 2  # `omp_pause_hard` of OpenMP 5.0
 
 
 def kernel_address(kernel: Any) -> int:
@@ -58,18 +57,6 @@ def team(num_threads: int) -> list[int]:
     else:
         _parallel()(note, None, num_threads)
     return found
-
-
-def release_team() -> None:
-    """Ends the threads that wait for this thread's next parallel loop; that loop would start new ones.
-
-    GNU's OpenMP counts the threads of all teams. While there are more than processors, threads that wait for each other
-    go to sleep at once, and each has to be woken, so that a team which only waits slows the one which computes.
-    LLVM's and Intel's have no such rule, and would end the threads of all teams.
-    """
-    library = _openmp()
-    if library is not None and hasattr(library, "omp_pause_resource_all") and not hasattr(library, "__kmpc_fork_call"):
-        library.omp_pause_resource_all(_PAUSE_HARD)
 
 
 @cache

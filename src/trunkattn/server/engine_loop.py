@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkattn.cpu.threads import release_team
 from trunkattn.engine.engine import CheckedRequest, Engine
 from trunkattn.engine.outputs import RequestOutput
 
@@ -122,8 +121,7 @@ class EngineLoop:
         return self._thread.is_alive() and not self._stopping
 
     def start(self) -> None:
-        """Starts the thread. The threads with which the caller has computed end: they would slow the engine's."""
-        release_team()
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
