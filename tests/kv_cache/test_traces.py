@@ -13,11 +13,15 @@ PICK = st.integers(0, 11)
 # Prompts are cut from these: they share their first 12, 6, 3 and 0 tokens with the first one.
 BASES = [[1] * 24, [1] * 12 + [2] * 12, [1] * 6 + [3] * 18, [1] * 3 + [4] * 21, [0] * 24]
 SAMPLED = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)  # often equal between requests
+# One is the beginning of another, and one has the bytes of a token of the prompts.
+SALTS = st.sampled_from([b"", b"", b"", b"a", b"ab", bytes([1, 0, 0, 0])])
+REUSE = st.sampled_from([True, True, True, False])
 
 
 @dataclass
 class ModelRequest:
     tokens: list[int]
+    salt: bytes
     prompt_len: int
     epoch: int  # number of resets before it was admitted
     committed: int
@@ -28,12 +32,18 @@ class ModelRequest:
         """Tokens whose KV is in memory, committed or not."""
         return min(self.granted, len(self.tokens))
 
+    def kv(self, position: int) -> "KV":
+        """What its token at `position` must find in memory."""
+        return KV(self.epoch, self.salt, tuple(self.tokens[: position + 1]))
+
 
 @dataclass(frozen=True)
 class KV:
-    """What a slot of the simulated memory holds: the KV of a token depends on every token before it."""
+    """What a slot of the simulated memory holds: the KV of a token depends on every token before it. Requests of
+    different salts or epochs never read each other's."""
 
     epoch: int
+    salt: bytes
     prefix: tuple[int, ...]
 
 
@@ -41,7 +51,7 @@ class KV:
 class Model:
     requests: dict[int, ModelRequest] = field(default_factory=dict)
     memory: dict[tuple[int, int], KV] = field(default_factory=dict)  # (page, slot)
-    seen: list[list[int]] = field(default_factory=list)  # what requests held when they ended
+    seen: list[tuple[bytes, list[int]]] = field(default_factory=list)  # salts and tokens of requests that ended
     epoch: int = 0
     next_id: int = 0
 
@@ -64,15 +74,22 @@ class CacheTraces(RuleBasedStateMachine):
 
     # ---- operations
 
-    @rule(base=st.sampled_from(BASES), length=st.integers(1, 24), num_copies=st.sampled_from([1, 1, 2, 3]))
-    def admit(self, base: list[int], length: int, num_copies: int) -> None:
+    @rule(
+        base=st.sampled_from(BASES),
+        length=st.integers(1, 24),
+        num_copies=st.sampled_from([1, 1, 2, 3]),
+        salt=SALTS,
+        reuse=REUSE,
+    )
+    def admit(self, base: list[int], length: int, num_copies: int, salt: bytes, reuse: bool) -> None:
         for _ in range(num_copies):
-            self.start(base[:length])
+            self.start(base[:length], salt, reuse)
 
     @precondition(lambda self: self.model.seen)
-    @rule(pick=PICK, more=SAMPLED)
-    def admit_a_next_turn(self, pick: int, more: list[int]) -> None:
-        self.start(self.model.seen[-1 - pick % len(self.model.seen)] + more)
+    @rule(pick=PICK, more=SAMPLED, other_salt=st.none() | SALTS, reuse=REUSE)
+    def admit_a_next_turn(self, pick: int, more: list[int], other_salt: bytes | None, reuse: bool) -> None:
+        salt, tokens = self.model.seen[-1 - pick % len(self.model.seen)]
+        self.start(tokens + more, salt if other_salt is None else other_salt, reuse)
 
     @precondition(lambda self: self.model.requests)
     @rule(sampled=SAMPLED)
@@ -140,8 +157,7 @@ class CacheTraces(RuleBasedStateMachine):
         for request_id, request in self.model.requests.items():
             assert self.manager.num_tokens(request_id) == request.committed
             for position in range(request.committed):
-                prefix = tuple(request.tokens[: position + 1])
-                assert self.model.memory[self.slot(request_id, position)].prefix == prefix
+                assert self.model.memory[self.slot(request_id, position)] == request.kv(position)
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
@@ -184,17 +200,17 @@ class CacheTraces(RuleBasedStateMachine):
 
     # ---- the model
 
-    def start(self, tokens: list[int]) -> None:
-        expected = self.longest_cached_prefix(tokens)
-        cached = self.manager.admit(self.model.next_id, tokens)
+    def start(self, tokens: list[int], salt: bytes, reuse: bool) -> None:
+        expected = self.longest_cached_prefix(tokens, salt) if reuse else 0
+        cached = self.manager.admit(self.model.next_id, tokens, salt, reuse)
         assert cached == expected
-        request = ModelRequest(list(tokens), len(tokens), self.model.epoch, cached, cached)
+        request = ModelRequest(list(tokens), salt, len(tokens), self.model.epoch, cached, cached)
         self.model.requests[self.model.next_id] = request
         self.model.next_id += 1
 
     def end(self, request_id: int) -> None:
         request = self.model.requests.pop(request_id)
-        self.model.seen.append(request.tokens[: request.committed])
+        self.model.seen.append((request.salt, request.tokens[: request.committed]))
         self.manager.free(request_id)
 
     def grow(self, request_id: int, fresh: list[int]) -> bool:
@@ -234,12 +250,12 @@ class CacheTraces(RuleBasedStateMachine):
     def slot(self, request_id: int, position: int) -> tuple[int, int]:
         return self.manager.pages(request_id)[position // self.page_size], position % self.page_size
 
-    def longest_cached_prefix(self, tokens: list[int]) -> int:
+    def longest_cached_prefix(self, tokens: list[int], salt: bytes) -> int:
         """In tokens, found by looking at what the indexed pages hold."""
         last_slots = {self.model.memory[page, self.page_size - 1] for page in self.manager.index}
         cached = 0
         while cached + self.page_size < len(tokens):
-            if KV(self.model.epoch, tuple(tokens[: cached + self.page_size])) not in last_slots:
+            if KV(self.model.epoch, salt, tuple(tokens[: cached + self.page_size])) not in last_slots:
                 break
             cached += self.page_size
         return cached
@@ -274,7 +290,7 @@ class CacheTraces(RuleBasedStateMachine):
         slot, request = self.slot(request_id, position), self.model.requests[request_id]
         holders = [key for key in self.model.requests if slot[0] in self.manager.pages(key)]
         assert holders == [request_id] and slot[0] not in self.manager.index
-        self.model.memory[slot] = KV(request.epoch, tuple(request.tokens[: position + 1]))
+        self.model.memory[slot] = request.kv(position)
 
     def visible_state(self) -> object:
         manager = self.manager
