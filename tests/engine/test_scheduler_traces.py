@@ -108,7 +108,9 @@ class Trace:
         assert only is None or all(chunk.request.owner_id in only for chunk in batch.chunks)
         if fails:
             self.scheduler.roll_back(batch)
-            assert self.scheduler.cache.num_pages_in_use == 0
+            still = self.scheduler.running  # those that wait while prompts go first, and keep their pages
+            assert not {chunk.request for chunk in batch.chunks} & set(still)
+            assert still or self.scheduler.cache.num_pages_in_use == 0
         else:
             self.compute(batch)
             for chunk in batch.chunks:
