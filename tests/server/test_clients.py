@@ -6,12 +6,14 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from trunkattn.engine.engine import Engine
+from trunkattn.server.engine_loop import EngineFailed, QueueFull
 
 from .conftest import PATIENCE, Server, wait_for
 
@@ -107,6 +109,32 @@ def test_no_other_origin_unless_asked_for(server: Server, start_server: Callable
     assert "access-control-allow-origin" not in server.get("/health", headers=origin).headers
     open_server = start_server(allowed_origins=("https://Example.org",))
     assert open_server.get("/health", headers=origin).headers["access-control-allow-origin"] == origin["Origin"]
+
+
+@pytest.fixture(scope="module")
+def open_server(start_server: Callable[..., Server]) -> Server:
+    return start_server(allowed_origins=("https://example.org",), api_keys=("key",), max_body_bytes=1000)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 415, 429, 500, 503])
+def test_a_page_of_an_allowed_origin_may_read_every_error(
+    open_server: Server, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    server, origin = open_server, {"Origin": "https://example.org"}
+    causes = {429: QueueFull("full", 1), 500: RuntimeError("a bug"), 503: EngineFailed("stopped")}
+    if status in causes:
+
+        async def fails(*_: Any, **__: Any) -> Any:
+            raise causes[status]
+
+        monkeypatch.setattr(server.app.state.service, "read", fails)
+    path = {404: "/nothing", 405: "/live"}.get(status, "/tokenize")
+    headers = origin | ({} if status == 401 else {"Authorization": "Bearer key"})
+    headers |= {"Content-Encoding": "gzip"} if status == 415 else {}
+    answer = server.post(path, {"prompt": 1, "x": "y" * (2000 if status == 413 else 0)}, headers=headers)
+    assert answer.status_code == status and answer.headers["access-control-allow-origin"] == origin["Origin"]
+    known = "other" if status == 404 else path
+    assert f'requests_total{{path="{known}",status="{status}"}} 1.0' in server.get("/metrics").text
 
 
 def test_a_body_that_is_too_large(start_server: Callable[..., Server]) -> None:

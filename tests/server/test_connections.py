@@ -125,6 +125,39 @@ def post_of(body: dict[str, object], *headers: str, version: str = "1.1") -> byt
     return "\r\n".join([*head, "", written]).encode()
 
 
+@pytest.mark.parametrize("lines", [b"\r\n", b"\n", b"\r\n\r\n\n", b""])
+@pytest.mark.parametrize("pieces", ["together", "behind the body", "before the head", "byte by byte"])
+def test_empty_lines_before_a_request_are_skipped(server: Server, lines: bytes, pieces: str) -> None:
+    """RFC 9112, section 2.2."""
+    first = post_of({"prompt": "x", "max_tokens": 2})
+    last = b"GET /health HTTP/1.1\r\nHost: localhost" + END.encode()
+    parts = {
+        "together": [first + lines + last],
+        "behind the body": [first + lines, last],
+        "before the head": [first, lines + last],
+        "byte by byte": [lines + first, *(lines[at : at + 1] for at in range(len(lines))), last],
+    }
+    received = b""
+    with connected(server) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts[pieces]:
+            connection.sendall(part)
+            if part.endswith(first) or part == first + lines:
+                while b'"finish_reason"' not in received:
+                    received += connection.recv(1 << 16)
+            else:
+                time.sleep(0.01)  # so that the parts arrive one by one
+        while part := connection.recv(1 << 16):
+            received += part
+    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"200"] and received.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("sent", [b"\rGET / HTTP/1.1\r\n", b"\r\n\0", b"\r\n hello\r\n\r\n"])
+def test_other_bytes_than_empty_lines_are_no_request(server: Server, sent: bytes) -> None:
+    status, body = answer(server, sent)
+    assert status == 400 and "illegal request line" in body
+
+
 @pytest.mark.parametrize("behind", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
 def test_a_client_that_leaves_is_noticed_whatever_follows_its_request(
     server: Server, monkeypatch: pytest.MonkeyPatch, behind: bytes

@@ -4,17 +4,23 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from trunkattn.server import app
+from trunkattn.server import chat as chat_module
 from trunkattn.server import lanes as lanes_module
 from trunkattn.server.body import Reading
+from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.chat import Chat
-from trunkattn.server.lanes import Lanes, Pace
+from trunkattn.server.errors import BadRequest
+from trunkattn.server.lanes import Lanes, Pace, Rest
 from trunkattn.server.protocol import ChatCompletionRequest
 from trunkattn.server.service import Caller
+from trunkattn.server.streaming import _SLICE, write_json
 
 from .conftest import Server
 
@@ -120,6 +126,23 @@ def test_a_conversation_of_many_calls_is_read_in_slices(server: Server, monkeypa
     assert count() > 2 * 128 * messages, "a look at every call, checked and copied"
 
 
+def test_the_form_of_forced_calls_is_made_in_slices(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def refused(tools: Any, only_one: bool, rest: Rest) -> Any:
+        threads.append(threading.current_thread().name)
+        calls_schema(tools, only_one, rest)
+        raise BadRequest("enough")
+
+    count, number = looks(monkeypatch), 500
+    monkeypatch.setattr(chat_module, "calls_schema", refused)
+    schema = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(number)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "tool_choice": "required"}
+    assert server.post("/v1/chat/completions", body).json()["error"]["message"] == "enough"
+    assert threads == ["trunkattn-texts-short_0"] and count() > number
+
+
 def test_many_log_probabilities_are_written_in_slices(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     service, places = server.app.state.service, 2000
     entry = {token: Logprob(-1.0, 1 + token, "a", b"a") for token in range(20)}
@@ -137,3 +160,39 @@ def test_many_log_probabilities_are_written_in_slices(server: Server, monkeypatc
     written = asyncio.run(Chat(service, body, Caller()).whole([]))
     assert len(json.loads(written)["choices"][0]["logprobs"]["content"]) == places
     assert count() > places
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_many_token_ids_are_neither_read_nor_written_on_the_event_loop(
+    start_server: Callable[..., Server], save_tiny_model: Callable[..., None], tmp_path: Path, path: str
+) -> None:
+    save_tiny_model(tmp_path, num_positions=4 * _SLICE)
+    server = start_server(path=tmp_path)
+    texts: list[str] = []
+    written = app.write_json
+
+    def noted(value: Any, rest: Rest) -> str:
+        texts.append(threading.current_thread().name)
+        return written(value, rest)
+
+    token_ids = server.llm.tokenizer("ab" * _SLICE)["input_ids"]
+    body = {"prompt": "ab" * _SLICE} if path == "/tokenize" else {"tokens": token_ids}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "write_json", noted)
+        count = looks(patch)
+        answered = server.post(path, body)
+    if path == "/tokenize":
+        assert answered.json() == {"count": 2 * _SLICE, "max_model_len": 4 * _SLICE, "tokens": token_ids}
+        assert count() > 2, "a look at every slice"
+    else:
+        assert answered.json() == {"prompt": "ab" * _SLICE}
+    assert answered.headers["content-type"] == "application/json"
+    assert [name.startswith("trunkattn-texts") for name in texts] == [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, _SLICE, _SLICE + 1, 3 * _SLICE - 1])
+def test_integers_are_written_in_slices(count: int) -> None:
+    rests: list[None] = []
+    value = {"tokens": list(range(count)), "logprobs": [None, -1.5]}
+    assert json.loads(write_json(value, lambda: rests.append(None))) == value
+    assert len(rests) == 5 + -(-count // _SLICE), "at the mapping, its two lists, two items and every slice"

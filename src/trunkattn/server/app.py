@@ -21,7 +21,7 @@ from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
-from trunkattn.server.middleware import AnswerErrors, CheckHost, LimitBody, ReadTarget, RequireKey
+from trunkattn.server.middleware import AnswerErrors, CheckHost, CountRequests, LimitBody, ReadTarget, RequireKey
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
@@ -31,7 +31,7 @@ from trunkattn.server.protocol import (
 )
 from trunkattn.server.report import report
 from trunkattn.server.service import Caller, Service, salt_of
-from trunkattn.server.streaming import respond
+from trunkattn.server.streaming import respond, write_json
 
 Result = TypeVar("Result")
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
@@ -46,6 +46,7 @@ _PAGE_HEADERS: Final = MappingProxyType(
         "frame-ancestors 'none'"
     }
 )
+_JSON: Final = "application/json"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -86,13 +87,14 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     _add_watch_paths(app, service, live)
     app.add_middleware(LimitBody, max_bytes=options.max_body_bytes)
     app.add_middleware(RequireKey, api_keys=options.api_keys)
+    app.add_middleware(AnswerErrors)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(CheckHost, options=options)
     app.add_middleware(ReadTarget)
-    app.add_middleware(AnswerErrors, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
+    app.add_middleware(CountRequests, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
     return app
 
 
@@ -121,7 +123,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     """The paths that need only the tokenizer."""
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         raw = await request.body()
         with service.loop.place():
             body = await service.read(raw, TokenizeRequest)
@@ -140,15 +142,23 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
                     continue_final_message=body.continue_final_message,
                 )
         most = service.llm.engine.limits.max_model_len
-        return {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
+        answer = {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
+        return await _written(service, len(token_ids), answer)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         raw = await request.body()
         with service.loop.place():
             body = await service.read(raw, DetokenizeRequest)
             service.check_model(body.model)
-            return {"prompt": await service.text(body.tokens)}
+            text = await service.text(body.tokens)
+        return await _written(service, max(len(text), len(body.tokens)), {"prompt": text})
+
+
+async def _written(service: Service, num_places: int, answer: dict[str, Any]) -> Response:
+    """The response of JSON. num_places: about how many tokens or characters it has."""
+    written = await service.render(num_places, lambda rest: write_json(answer, rest))
+    return Response(written, media_type=_JSON)
 
 
 def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
@@ -203,7 +213,7 @@ async def _respond(
         _LOG.info("%s is for user %r", endpoint.id, body.user)
     if body.stream:
         return await respond(endpoint.stream(submissions))
-    return Response(await endpoint.whole(submissions), media_type="application/json")
+    return Response(await endpoint.whole(submissions), media_type=_JSON)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from trunkattn.server.lanes import Rest, no_rest
 from trunkattn.server.protocol import Tool
 
 # Keywords whose values are schemas by names, and those whose values are data and no schemas.
@@ -10,12 +11,12 @@ _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definiti
 _DATA: Final = frozenset({"const", "enum", "default", "examples"})
 
 
-def calls_schema(tools: Sequence[Tool], only_one: bool) -> dict[str, Any]:
-    """The schema of a list of calls of these tools. only_one: it has one call."""
+def calls_schema(tools: Sequence[Tool], only_one: bool, rest: Rest = no_rest) -> dict[str, Any]:
+    """The schema of a list of calls of these tools. only_one: it has one call. rest: see `rerooted`."""
     items = []
     for place, tool in enumerate(tools):
         arguments = rerooted(
-            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{place}/properties/arguments"
+            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{place}/properties/arguments", rest
         )
         items.append(
             {
@@ -29,13 +30,15 @@ def calls_schema(tools: Sequence[Tool], only_one: bool) -> dict[str, Any]:
     return {**schema, "maxItems": 1} if only_one else schema
 
 
-def rerooted(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """A copy of a schema that stands at `root` of another one: its references lead to the same places."""
+def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict[str, Any]:
+    """A copy of a schema that stands at `root` of another one: its references lead to the same places. rest: is called
+    at every mapping and list."""
     whole: dict[str, Any] = {}
     waiting: list[tuple[Any, Any, bool]] = [
         (schema, whole, False)
     ]  # what to copy, into what, and whether keys are names
     while waiting:
+        rest()
         source, target, has_names = waiting.pop()
         pairs = source.items() if isinstance(source, Mapping) else enumerate(source)
         for key, value in pairs:

@@ -45,7 +45,8 @@ class Chat:
         service, body = self._service, self._body
         service.check_model(body.model)
         service.check_count(1, body.n)
-        params = service.params(body, **self._changes())
+        forced = await service.lanes.run(self._caller.num_bytes, self._forced_calls)
+        params = service.params(body, **self._changes(forced))
         token_ids = await service.chat_tokens(
             body.messages,
             self._caller.num_bytes,
@@ -123,8 +124,8 @@ class Chat:
             chunks.append(self._chunk(answer, {}, ending=_ending(answer, bool(parsed.calls))))
         return chunks
 
-    def _changes(self) -> dict[str, Any]:
-        """Sampling parameters whose names or shapes differ from the body's."""
+    def _changes(self, forced: StructuredOutputsParams | None) -> dict[str, Any]:
+        """Sampling parameters whose names or shapes differ from the body's. forced: the form of calls."""
         body, changes = self._body, dict[str, Any]()
         changes["max_tokens"] = self._service.default_max_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens is not None:
@@ -140,13 +141,13 @@ class Chat:
             changes["logprobs"] = body.top_logprobs or 0
         if self._may_call and not self._calls_are_forced:
             changes["kept_special_token_ids"] = self._service.special_ids_of(self._parser.marks)
-        structured = self._forced_calls() or _structured(body)
+        structured = forced or _structured(body)
         if structured is not None:
             changes["structured_outputs"] = structured
         return changes
 
-    def _forced_calls(self) -> StructuredOutputsParams | None:
-        """The grammar of a JSON list of calls, if the request forces one."""
+    def _forced_calls(self, rest: Rest) -> StructuredOutputsParams | None:
+        """The grammar of a JSON list of calls, if the request forces one. rest: is called within its schemas."""
         choice, tools = self._body.tool_choice, self._body.tools or []
         if choice in ("auto", "required") and not tools:
             raise BadRequest(f"tool_choice={choice!r}: expected tools together with it", "tool_choice")
@@ -164,7 +165,7 @@ class Chat:
             message = "structured_outputs is given with a tool_choice that forces a call: expected one of them"
             raise BadRequest(message, "structured_outputs")
         only_one = isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False
-        return StructuredOutputsParams(json=calls_schema(tools, only_one))
+        return StructuredOutputsParams(json=calls_schema(tools, only_one, rest))
 
     def _visible(self, text: str) -> str:
         if self._calls_are_forced:

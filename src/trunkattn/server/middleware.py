@@ -31,11 +31,9 @@ _DRAINED_BYTES: Final = 256 << 20
 _DRAIN_SECONDS: Final = 10.0
 
 
-class AnswerErrors:
-    """Counts every request by its path and status, and answers what an endpoint did not expect with 500.
-
-    Paths that do not exist count as one, or anybody could fill the memory with them.
-    """
+class CountRequests:
+    """Counts every request by its path and status. Paths that do not exist count as one, or anybody could fill the
+    memory with them."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
@@ -43,22 +41,39 @@ class AnswerErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        started = False
 
         async def count(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 path = scope["path"] if scope["path"] in self._paths else "other"
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
+        await self._app(scope, receive, count)
+
+
+class AnswerErrors:
+    """Answers what an endpoint did not expect with 500. It stands behind the headers for pages of other origins, which
+    could not read the error without them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        started = False
+
+        async def begin(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         try:
-            await self._app(scope, receive, count)
+            await self._app(scope, receive, begin)
         except Exception as error:
             response = failure(error)
             if not started:
-                await response(scope, receive, count)
+                await response(scope, receive, send)
 
 
 class ReadTarget:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import sys
@@ -25,6 +26,7 @@ _SPARE_FILES: Final = 32
 _LEAST_CONNECTIONS: Final = 16
 _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
 _LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
+_EMPTY_LINES: Final = re.compile(rb"(?:\r?\n)*")
 _BEHIND_BYTES: Final = 64 << 10  # that are read behind a request while it is answered
 
 
@@ -56,6 +58,8 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
 
     def handle_events(self) -> None:
+        if self.conn.their_state is h11.IDLE and not self._skip_empty_lines():
+            return
         super().handle_events()
         if self._is_busy and not self.flow.write_paused:
             self._stop_timer()
@@ -95,6 +99,18 @@ class LimitedProtocol(H11Protocol):
 
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing. Java's clients ask for HTTP/2 with each request, and a server may ignore that."""
+
+    def _skip_empty_lines(self) -> bool:
+        """Drops empty lines before a request (RFC 9112, section 2.2), which old clients send behind a body: h11 takes
+        them for a request. Returns whether something else has arrived."""
+        arrived, _ = self.conn.trailing_data
+        if not arrived.startswith((b"\r", b"\n")):
+            return True
+        kept = _EMPTY_LINES.sub(b"", arrived, 1)  # the first match is at the beginning
+        self.conn = h11.Connection(h11.SERVER)  # between two requests a new one knows all that the old one does
+        if kept:  # nothing would be the end of the connection
+            self.conn.receive_data(kept)
+        return kept not in (b"", b"\r")
 
     @property
     def _is_idle(self) -> bool:

@@ -14,6 +14,7 @@ from trunkattn.server.errors import failure
 from trunkattn.server.lanes import Rest, no_rest
 
 _GAP: Final = 16  # characters of a prompt that may have no token
+_SLICE: Final = 1_024  # integers that are written by one call
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
 # Ends of lines to Unicode. Some clients divide a stream there, though only a line feed ends an event's line.
 _LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
@@ -95,6 +96,9 @@ def write_json(value: Any, rest: Rest = no_rest, levels: int = _JSON_LEVELS) -> 
             + "}"
         )
     if levels and isinstance(value, list):
+        if value and type(value[0]) is int:  # token ids, of which a call each would take many times as long
+            slices = (value[start : start + _SLICE] for start in range(0, len(value), _SLICE))
+            return "[" + ",".join(write_json(part, rest, 0)[1:-1] for part in slices) + "]"
         return "[" + ",".join(write_json(one, rest, levels - 1) for one in value) + "]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
