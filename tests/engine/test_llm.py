@@ -361,3 +361,17 @@ def test_bad_models_are_named(tmp_path: Path, tiny_model: Callable[[str], Any]) 
     (damaged / "config.json").write_text(config.replace('"llama"', '"rwkv"'))
     with pytest.raises(ValueError, match=r"\(rwkv\) is not supported: its attention does not go through"):
         LLM(damaged)
+
+
+def test_requests_of_the_engine_leave_nothing_behind(tiny_model: Callable[[str], Any]) -> None:
+    """A step of a call computes them too, and a later request may have their id."""
+    llm = LLM(tiny_model("llama").path, page_size=4, num_pages=64)
+    (expected,) = llm.generate([5, 6, 7], SHORT)
+    for request_id in ("7", "8", "9"):  # those that the engine chooses for requests of the last call
+        llm.engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=2), request_id=request_id)
+    llm.generate([[4, 5]] * 3, SHORT)
+    assert not llm.engine.has_unfinished
+    outputs = llm.generate([[5, 6, 7]] * 3, SHORT)
+    assert [output.request_id for output in outputs] == ["7", "8", "9"]
+    assert [output.outputs[0].token_ids for output in outputs] == [expected.outputs[0].token_ids] * 3
+    assert not llm._unfetched

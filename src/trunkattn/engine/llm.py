@@ -52,7 +52,9 @@ class _Prepared:
 class LLM:
     """A local language model that answers many prompts at once and reads each shared prefix once per step.
 
-    Several threads may use one `LLM`: their prompts run in the same steps.
+    Several threads may use one `LLM`: their prompts run in the same steps. Who adds requests to `engine` also steps it,
+    and nothing else uses the `LLM` until they have finished: what the steps of `generate`, `chat` and `stream` compute
+    for such requests is given to nobody.
 
     On a GPU each step replays a CUDA graph. A graph is captured at the first step of its padded number of tokens, which
     makes that step some tenths of a second slower; `warm_up` captures all graphs at once. With `enforce_eager` there
@@ -112,7 +114,8 @@ class LLM:
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
         limited = ThreadLimit().applied if info.device.type == "cpu" else nullcontext
         self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed, limited)
-        self._unfetched: dict[str, RequestOutput] = {}  # newest outputs that the calls they belong to have not seen
+        # Requests of all calls, with newest outputs that the calls have not seen
+        self._unfetched: dict[str, RequestOutput | None] = {}
         self._turn = Turns()  # whoever has it may use the engine
         self._abandoned: deque[str] = deque()  # requests that nobody waits for any more
 
@@ -258,7 +261,8 @@ class LLM:
         try:
             with held_interrupts(), self._turn:
                 for position, request in enumerate(prepared):
-                    positions[self.engine.add_checked(request.checked, request.prompt)] = position
+                    request_id = self.engine.add_checked(request.checked, request.prompt)
+                    positions[request_id], self._unfetched[request_id] = position, None
             while positions:
                 for output in self._next_outputs(positions):
                     position = positions[output.request_id]
@@ -276,16 +280,24 @@ class LLM:
         """New outputs of these requests: those that another call's step has computed, or those of a step."""
         with held_interrupts(), self._turn:
             self._end_abandoned()
-            if not any(request_id in self._unfetched for request_id in positions):
-                self._unfetched.update((output.request_id, output) for output in self._step(positions))
+            if all(self._unfetched[request_id] is None for request_id in positions):
+                for output in self._step(positions):
+                    if output.request_id in self._unfetched:  # no call would fetch those of other requests
+                        self._unfetched[output.request_id] = output
             for request_id in positions:
-                if request_id not in self._unfetched and not self.engine.is_unfinished(request_id):
+                if self._unfetched[request_id] is None and not self.engine.is_unfinished(request_id):
                     raise RuntimeError(
                         f"request {request_id!r} has left the engine, and its answer went to somebody else: expected "
                         f"that nobody aborts requests of generate, chat and stream or calls the engine's step; to end "
                         f"a prompt, close its iterator"
                     )
-            return [self._unfetched.pop(request_id) for request_id in list(positions) if request_id in self._unfetched]
+            outputs = [output for request_id in positions if (output := self._unfetched[request_id]) is not None]
+            for output in outputs:
+                if output.finished:
+                    del self._unfetched[output.request_id]
+                else:
+                    self._unfetched[output.request_id] = None
+            return outputs
 
     def _step(self, own: Mapping[str, int]) -> list[RequestOutput]:
         """The outputs of a step. An error that may be other calls' is raised only when it is clear that a request of
