@@ -4,9 +4,9 @@ import gc
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 import trunkattn
 from trunkattn.attention import AttentionConfig
+from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.app import app
-from trunkattn.cli.command import reported_by_option
+from trunkattn.cli.command import _option_name, command, reported_by_option
 from trunkattn.cli.models import name_of
-from trunkattn.cli.options import STEP_SECONDS, ServeOptions, size
+from trunkattn.cli.options import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions, size
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model
@@ -229,7 +230,7 @@ def test_doctor_runs_where_the_library_alone_is_installed() -> None:
     script = f"""{without(*hidden)}
 import trunkattn.cli as cli
 cli.find_spec = lambda name: None
-sys.argv = ["trunkattn", "doctor"]
+sys.argv = ["trunkattn", "doctor", *sys.argv[1:]]
 cli.main()"""
     assert last_line(script) == "The library and the engine work here."
     reader, writer = os.pipe()
@@ -237,6 +238,9 @@ cli.main()"""
     done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+    for arguments, code, said in ((["--help"], 0, "usage: trunkattn doctor"), (["--jsno"], 2, "error: unrecognized")):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        assert done.returncode == code and said in done.stdout + done.stderr and "engine work" not in done.stdout
 
 
 @dataclass(frozen=True)
@@ -272,3 +276,29 @@ def test_a_message_names_other_options_as_the_command_line_does() -> None:
     assert caught.value.message == (
         "'x': expected a card, or --num-cards=2; raise head_dim, --num_cards or lower --num-cards"
     )
+
+
+PATHS = {
+    DemoOptions: ("--out",),
+    GenerateOptions: ("--model", "--json-schema", "--grammar", "--prompt-file"),
+    ServeOptions: ("--model",),
+    AnalyzeOptions: ("LOG", "--tokenizer", "--json", "--html"),
+    ExplainOptions: ("--svg",),
+}
+
+
+@pytest.mark.parametrize("options", PATHS)
+def test_every_path_may_begin_at_home(options: type[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen: list[Any] = []
+    program = typer.Typer()
+    program.command()(command(options)(seen.append))
+    paths = {field.name: _option_name(field) for field in fields(options) if "Path" in str(field.type)}
+    assert tuple(paths.values()) == PATHS[options]
+    given = {name: "~/a" if option == "LOG" else f"{option}=~/a" for name, option in paths.items()}
+    if options is ExplainOptions:
+        given["batch"] = "1,4_16,16"
+    result = CliRunner().invoke(program, [*given.values()])
+    assert result.exit_code == 0, result.output
+    for name in paths:
+        assert getattr(seen[0], name) in (tmp_path / "a", [tmp_path / "a"])

@@ -48,7 +48,7 @@ def _run() -> None:
     if missing and sys.argv[1:2] == ["doctor"]:
         from trunkattn.cli.doctor import run_plainly
 
-        sys.exit(run_plainly("--json" in sys.argv))
+        sys.exit(run_plainly(sys.argv[2:]))
     if missing:
         sys.exit(f"trunkattn: the command needs {' and '.join(missing)}: {install_command('engine')}")
     from trunkattn.cli.app import app

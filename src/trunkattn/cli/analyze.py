@@ -18,7 +18,6 @@ from trunkattn.cli.analysis_options import AnalyzeOptions
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, as_file, check_writable, write
 from trunkattn.gpu.cards import card_named
-from trunkattn.validate import expanded
 
 
 def run_analyze(options: AnalyzeOptions) -> None:
@@ -75,9 +74,9 @@ def check_options(options: AnalyzeOptions) -> None:
     shape, card = model_shape(options.model), card_named(options.card)
     check_cards(shape, options.tensor_parallel)
     cache_pages(wanted, shape, card)
-    log = expanded(options.log)
-    if options.log != STANDARD_STREAM and not log.exists():
-        raise ValueError(f"log={str(options.log)!r}: expected a file or a folder that exists, or - for standard input")
+    log = options.log
+    if log != STANDARD_STREAM and not log.exists():
+        raise ValueError(f"log={str(log)!r}: expected a file or a folder that exists, or - for standard input")
     check_outputs(options, {log: "LOG"} if log.is_file() else {})
     from trunkattn.analysis.files import files_of
     from trunkattn.analysis.formats.table import format_named

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from trunkattn.validate import expanded
+
 Options = TypeVar("Options")
 
 MODEL_ARGUMENT: Final = inspect.Parameter(
@@ -59,7 +61,7 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
             if takes_model:
                 values["model"] = _one_model(values.pop(MODEL_ARGUMENT.name), values["model"])
             with reported_by_option(options):
-                checked = options(**values)
+                checked = options(**{name: _at_home(value) for name, value in values.items()})
             function(checked)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
@@ -67,6 +69,14 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
         return run
 
     return decorate
+
+
+def _at_home(value: Any) -> Any:
+    """The value of an option; a path, or each of a list, with a home folder in the place of `~`: shells leave that in
+    `--option=~/file`."""
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return expanded(value) if isinstance(value, Path) else value
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -81,11 +82,14 @@ def run_doctor(options: "DoctorOptions") -> None:
     raise typer.Exit(0 if report.healthy else 1)
 
 
-def run_plainly(as_json: bool) -> int:
-    """Prints the report without the packages that draw tables, if only the library is installed. Returns the exit
-    code."""
+def run_plainly(arguments: Sequence[str]) -> int:
+    """Prints the report, or the help that the arguments ask for, without the packages that draw tables, if only the
+    library is installed. Returns the exit code."""
+    parser = ArgumentParser("trunkattn doctor", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args(arguments)
     report = examine()
-    print(json.dumps(asdict(report), indent=1) if as_json else "\n".join(plain_lines(report)), flush=True)
+    print(json.dumps(asdict(report), indent=1) if options.json else "\n".join(plain_lines(report)), flush=True)
     return 0 if report.healthy else 1
 
 

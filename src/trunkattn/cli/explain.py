@@ -32,7 +32,7 @@ def run_explain(options: ExplainOptions) -> None:
     with reported_by_option(ExplainOptions):
         shape, card = model_shape(options.model), card_named(options.card)
         check_cards(shape, options.tensor_parallel)
-        check_writable("svg_file", options.svg_file, {Path(options.batch): "BATCH"})
+        check_writable("svg_file", options.svg_file, {expanded(options.batch): "BATCH"})
         if options.as_json and options.svg_file == STANDARD_STREAM:
             raise ValueError("svg_file='-': expected a file, because --json prints to standard output")
         block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)

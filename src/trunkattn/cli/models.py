@@ -8,8 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trunkattn.validate import expanded
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,7 +28,7 @@ def find_demo_model() -> Path | None:
 def name_of(model: Path) -> str:
     """What a model is called: its folder, also where the path is `.` or `..`, or its file without `.gguf`. Dots in the
     name of a folder are part of it, as in Qwen2.5-0.5B."""
-    return os.path.basename(os.path.abspath(expanded(model))).removesuffix(".gguf")
+    return os.path.basename(os.path.abspath(model)).removesuffix(".gguf")
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import typer
 
-from trunkattn.validate import expanded
-
 STANDARD_STREAM: Final = Path("-")
 
 
@@ -72,16 +70,15 @@ def as_file(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: the disk is full, or standard input is closed.
     """
-    place = expanded(path)
-    if path != STANDARD_STREAM and (place.is_file() or place.is_dir()):
-        yield place
+    if path != STANDARD_STREAM and (path.is_file() or path.is_dir()):
+        yield path
         return
     if path == STANDARD_STREAM and sys.stdin is None:
         raise ValueError(f"log={str(path)!r}: expected standard input that is open, and it is closed")
     with TemporaryDirectory() as folder:
-        copy = Path(folder) / ("standard input" if path == STANDARD_STREAM else place.name)
+        copy = Path(folder) / ("standard input" if path == STANDARD_STREAM else path.name)
         try:
-            with sys.stdin.buffer if path == STANDARD_STREAM else place.open("rb") as source, copy.open("wb") as target:
+            with sys.stdin.buffer if path == STANDARD_STREAM else path.open("rb") as source, copy.open("wb") as target:
                 shutil.copyfileobj(source, target)
         except OSError as error:
             raise ValueError(f"log={str(path)!r}: it was not read to its end: {error.strerror}") from error
