@@ -70,9 +70,10 @@ def growth() -> list[dict[str, float]]:
 
 def costs(forest: Forest, start: np.ndarray, query_lens: np.ndarray, model: CostModel) -> tuple[int, int]:
     """(cost in bytes, KV bytes read)."""
-    packs = packing.collect_packs(forest, start, np.zeros(len(query_lens), np.int32))
+    first_visible = np.zeros(len(query_lens), np.int32)
+    packs = packing.collect_packs(forest, start, first_visible)
     reads = int((packs.token_end.astype(np.int64) - packs.token_start).sum()) * model.kv_bytes
-    return int(packing.packing_cost(packs, query_lens, model)), reads
+    return int(packing.packing_cost(forest, start, first_visible, query_lens, model)), reads
 
 
 def distances(model: CostModel) -> dict[str, dict[str, float]]:

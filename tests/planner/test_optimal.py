@@ -125,7 +125,7 @@ def brute_force(forest, query_lens, model):
 
 def _cost(forest: Forest, start: np.ndarray, query_lens: np.ndarray, model: CostModel) -> int:
     lowest = np.zeros(len(query_lens), np.int32)
-    return int(packing.packing_cost(packing.collect_packs(forest, start, lowest), query_lens, model))
+    return int(packing.packing_cost(forest, start, lowest, query_lens, model))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -152,9 +152,29 @@ def test_the_cost_of_a_packing() -> None:
     assert (partial_cost(model, 1, 3), partial_cost(model, 2, 3)) == (0, 42)
     # the trunk needs two tiles; all three rows have two pieces
     start = np.array([ROOT, ROOT, 0, 0, 0], np.int32)
-    found = packing.collect_packs(forest_of(TWO_LEVELS), start, np.zeros(3, np.int32))
+    ones, zeros = np.ones(3, np.int32), np.zeros(3, np.int32)
     expected = 2 * (800 + 1000) + (700 + 1000) * 2 + (300 + 1000) + 3 * 2 * 7
-    assert packing.packing_cost(found, np.ones(3, np.int32), model) == expected
+    assert packing.packing_cost(forest_of(TWO_LEVELS), start, zeros, ones, model) == expected
+
+
+@pytest.mark.property
+@given(seed=st.integers(0, 2**32 - 1), page_size=st.integers(1, 32))
+def test_the_cost_of_a_packing_is_that_of_its_packs(seed: int, page_size: int) -> None:
+    """Each pack is read once, and each row has a partial for every pack that lists it, under any window."""
+    rng = np.random.default_rng(seed)
+    paged = random_forest(rng, page_size=page_size, max_requests=20)
+    forest, model, lens = forest_of(as_batch(paged), page_size), random_model(rng), paged.query_lens
+    window = int(rng.choice([1, 20, 300, 1 << 30]))
+    lowest = np.maximum(paged.seq_lens - lens + 1 - window, 0).astype(np.int32)
+    queries = packing.queries_below(forest, lens)
+    for start in [policy(forest, queries, model) for policy in HEURISTICS.values()]:
+        found = packing.collect_packs(forest, start, lowest)
+        packs_of = np.bincount(found.rows, minlength=len(lens))
+        expected = sum(partial_cost(model, int(count), int(own)) for count, own in zip(packs_of, lens, strict=True))
+        for pack, (begin, end) in enumerate(zip(found.token_start, found.token_end, strict=True)):
+            readers = found.rows[found.row_indptr[pack] : found.row_indptr[pack + 1]]
+            expected += read_cost(model, end - begin, lens[readers].sum())
+        assert packing.packing_cost(forest, start, lowest, lens, model) == expected
 
 
 def assert_optimal_is_least(forest: Forest, query_lens: np.ndarray, model: CostModel) -> None:
@@ -162,7 +182,7 @@ def assert_optimal_is_least(forest: Forest, query_lens: np.ndarray, model: CostM
     lowest = np.zeros(len(query_lens), np.int32)
 
     def cost(start: np.ndarray) -> int:
-        return int(packing.packing_cost(packing.collect_packs(forest, start, lowest), query_lens, model))
+        return int(packing.packing_cost(forest, start, lowest, query_lens, model))
 
     least = cost(optimal(forest, queries, model))
     for name, policy in HEURISTICS.items():

@@ -198,9 +198,7 @@ class Planner:
             found = {"optimal": optimal(forest, queries, spec.model), **found}
         first_visible = _first_visible(batch)
         costs = {
-            name: int(
-                policies.packing_cost(policies.collect_packs(forest, start, first_visible), last.query_lens, spec.model)
-            )
+            name: int(policies.packing_cost(forest, start, first_visible, last.query_lens, spec.model))
             for name, start in found.items()
         }
         name = min(costs, key=lambda candidate: costs[candidate])

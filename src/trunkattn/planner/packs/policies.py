@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.planner.packs.cost import CostModel, partial_cost, read_cost
 from trunkattn.planner.prefix_forest import ROOT, Forest
+from trunkattn.planner.work_list import UNLIMITED
 
 _PAT_TOKENS_PER_QUERY: Final = 4  # what one query's partial costs, in tokens read
 
@@ -180,17 +181,36 @@ def collect_packs(forest, start, first_visible):
 
 
 @njit
-def packing_cost(packs, query_lens, model):
-    """int64 bytes: the reads of every pack, and the partial results of every query whose KV lies in several."""
-    starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
+def packing_cost(forest, start, first_visible, query_lens, model):
+    """int64 bytes: the reads of every pack, and the partial results of every query whose KV lies in several.
+
+    The packs are those of `collect_packs`, but no rows are listed: in a deep forest these take far more time and memory
+    than the forest. A node adds its queries to those of `start[node]` instead, and a row takes its own away at the
+    first node on its way that its window hides.
+    """
+    order, ends, num_nodes = forest.order, forest.token_end, len(start)
+    # The last entries stand for ROOT, which is -1.
+    num_packs = np.zeros(num_nodes + 1, np.int64)  # on the way from the node, which is included, to token 0
+    queries = np.zeros(num_nodes + 1, np.int64)  # of the node's pack
+    lowest = np.full(num_nodes + 1, UNLIMITED, np.int32)  # the first token that any of them sees
+    for node in range(num_nodes):
+        above = start[node]
+        num_packs[node] = num_packs[above] + (ends[node] > end_of(forest, above))
     cost = np.int64(0)
-    num_packs_of = np.zeros(len(query_lens), np.int32)  # of each row
-    for pack in range(len(starts)):
-        queries = np.int64(0)
-        for i in range(indptr[pack], indptr[pack + 1]):
-            queries += query_lens[rows[i]]
-            num_packs_of[rows[i]] += 1
-        cost += read_cost(model, ends[pack] - starts[pack], queries)
-    for row in range(len(query_lens)):
-        cost += partial_cost(model, num_packs_of[row], query_lens[row])
+    for i in range(len(order)):
+        row, leaf = order[i], forest.leaf_of[i]
+        hidden = leaf if first_visible[row] > 0 else ROOT
+        while hidden != ROOT and ends[hidden] > first_visible[row]:
+            hidden = start[hidden]
+        queries[leaf] += query_lens[row]
+        queries[hidden] -= query_lens[row]
+        lowest[leaf] = first_visible[row]
+        cost += partial_cost(model, num_packs[leaf] - num_packs[hidden], query_lens[row])
+    for node in range(num_nodes - 1, -1, -1):  # a node comes after the nodes at which its pack may begin
+        above = start[node]
+        tokens = ends[node] - max(end_of(forest, above), lowest[node])
+        if queries[node] > 0 and tokens > 0:
+            cost += read_cost(model, tokens, queries[node])
+        queries[above] += queries[node]
+        lowest[above] = min(lowest[above], lowest[node])
     return cost
