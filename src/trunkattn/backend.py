@@ -4,13 +4,20 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from trunkattn.config import AttentionConfig
 from trunkattn.inputs import LayerInputs, PromptChunks
-from trunkattn.planner.planner import StepTables
+from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.work_list import PlanStats
 
 Part = Literal["decodes", "chunks"]
 PARTS: Final[tuple[Part, ...]] = ("decodes", "chunks")
 DeviceTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # block_table, seq_lens, query_start_loc
+
+
+def no_partials(config: AttentionConfig, num_slots: int) -> str:
+    """The message for a batch whose partial results no memory holds."""
+    states = f"{num_slots} partial results of {config.num_qo_heads} heads × {config.value_dim} numbers"
+    return too_large(config.policy, f"{states}, for which there is no memory")
 
 
 class Counters(NamedTuple):

@@ -340,7 +340,7 @@ def test_partial_results_that_no_memory_holds_are_refused(monkeypatch: pytest.Mo
         patch.setattr("trunkattn.cpu.parallel.Workspace", no_memory)
         larger = random_forest(np.random.default_rng(5), page_size=16, max_requests=30, max_own_tokens=400)
         with pytest.raises(
-            ValueError, match=r"policy='cascade' leaves \d+ partial results of 4 heads × 32 numbers, for"
+            ValueError, match=r"policy='cascade' makes \d+ partial results of 4 heads × 32 numbers, for"
         ):
             one_step(5, larger).plan(attention)
     assert torch.equal(step.run(attention)[0], expected)

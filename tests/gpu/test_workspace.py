@@ -1,17 +1,22 @@
 """Scales of layers: made once if they are numbers. Partial states: as many as plans of a capacity can need."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.gpu import workspace
+from trunkattn.gpu.arrays import Arrays
+from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.steps import make_step_planner
-from trunkattn.gpu.workspace import Scales
+from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs
+from trunkattn.planner.planner import StepTables
 
 CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=16, dtype=torch.bfloat16)
 
@@ -52,6 +57,44 @@ def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(scales._kept) == 3
     assert scales.of(inputs(v_scale=2.0))[1] is made[0]
     assert scales.of(inputs(v_scale=7.0))[1] is not made[-1]
+
+
+@pytest.mark.parametrize(("policy", "advice"), [("cascade", "a batch that is cut"), ("auto", "fewer or shorter")])
+def test_partial_states_that_no_memory_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch, policy: str, advice: str
+) -> None:
+    """A workspace that could not grow stays as it was: its log-sum-exps are as many as its outputs."""
+    space = Workspace(replace(CONFIG, policy=policy), 3, torch.device("cpu"))
+    made = torch.empty
+
+    def no_memory(*shape: Any, **options: Any) -> torch.Tensor:
+        if len(shape) == 1:  # the log-sum-exps come last
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return made(*shape, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", no_memory)
+        message = f"policy='{policy}' makes 9 partial results of 4 heads × 16 numbers, for which there is no memory: "
+        with pytest.raises(ValueError, match=message + f"expected {advice}"):
+            space.grow(9)
+    assert len(space.partial) == len(space.partial_lse) == 3
+    space.grow(9)
+    assert len(space.partial) == len(space.partial_lse) == 9
+
+
+def test_lists_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
+    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), facts=facts)
+    one, starts = np.ones(1, np.int32), np.arange(2, dtype=np.int32)
+
+    def no_memory(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrays, "place", no_memory)
+        with pytest.raises(ValueError, match="policy='cascade' makes lists for which there is no memory: expected a"):
+            backend.plan(StepTables(one[:, None], one, starts))
+    backend.plan(StepTables(one[:, None], one, starts)).check()
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 128])

@@ -232,3 +232,29 @@ def test_a_forest_too_deep_for_optimal_is_planned_by_the_best_other_policy() -> 
     found = Planner(make_spec("optimal")).plan(make_batch(rows))
     assert found.policy != "optimal"
     assert "optimal left out" in found.reason
+
+
+def test_a_list_that_int32_does_not_count_is_refused() -> None:
+    """Nothing of the batch is wrong, and any other policy lists each of its 2^31 - 2 query tokens once."""
+    page = 1 << 20
+    columns = np.arange(1024, dtype=np.int32)
+    table = np.stack([columns, np.append(columns[:1], columns[1:] + 1024)])
+    half = (1 << 30) - 1
+    batch = StepTables(table, np.array([half, half], np.int32), np.array([0, half, 2 * half], np.int32))
+    planner = Planner(make_spec("cascade", page))
+    message = "policy='cascade' makes a work list of more than 2147483647 query tokens: expected a batch that is cut"
+    with pytest.raises(ValueError, match=message):
+        planner.plan(batch)
+
+
+def test_a_work_list_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: object) -> None:
+        raise MemoryError
+
+    planner = Planner(make_spec("auto"))
+    with monkeypatch.context() as patch:
+        patch.setattr("trunkattn.planner.planner._work_list_arrays", no_memory)
+        message = "policy='auto' makes a work list for which there is no memory: expected fewer or shorter requests"
+        with pytest.raises(ValueError, match=message):
+            planner.plan(TWO_LEVELS)
+    assert planner.plan(TWO_LEVELS).num_packs == 4

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trunkattn.backend import Counters, DeviceTables, Part
+from trunkattn.backend import Counters, DeviceTables, Part, no_partials
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.cpu import parallel
 from trunkattn.cpu.block import Shape
@@ -118,13 +118,7 @@ class CpuBackend:
             try:
                 self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
             except MemoryError as error:
-                states = (
-                    f"{slots} partial results of {self._shape.num_qo_heads} heads × {self._shape.head_dim_v} numbers"
-                )
-                raise ValueError(
-                    f"policy={self.config.policy!r} leaves {states}, for which there is no memory: expected a batch "
-                    "that is cut into fewer pieces, or policy='auto'"
-                ) from error
+                raise ValueError(no_partials(self.config, slots)) from error
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""

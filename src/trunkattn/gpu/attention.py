@@ -23,7 +23,7 @@ from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.numerics import GPU_OFFSET_END
-from trunkattn.planner.planner import StepTables
+from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import query_positions
@@ -84,8 +84,10 @@ class GpuBackend:
         used again."""
         try:
             return self._plan(batch, into.gpu_plan if into else None)
-        except Exception:
+        except Exception as error:
             self._planner.forget()  # its forest may already be that of this batch, which has no plan
+            if self._capacity is None and isinstance(error, MemoryError | torch.OutOfMemoryError):
+                raise ValueError(too_large(self.config.policy, "lists for which there is no memory")) from error
             raise
 
     def _plan(self, batch: StepTables, into: GpuPlan | None) -> GpuStep:

@@ -4,6 +4,7 @@ from typing import Final
 
 import torch
 
+from trunkattn.backend import no_partials
 from trunkattn.config import AttentionConfig
 from trunkattn.inputs import LayerInputs, scale_tensor
 
@@ -14,18 +15,26 @@ class Workspace:
     """Partial states: outputs [slots, num_qo_heads, head_dim_v] and lse [slots, num_qo_heads], float32."""
 
     def __init__(self, config: AttentionConfig, num_slots: int, device: torch.device) -> None:
-        self._heads, self._value_dim, self._device = config.num_qo_heads, config.value_dim, device
-        self._allocate(max(1, num_slots))
+        self._config, self._device = config, device
+        self.partial, self.partial_lse = self._allocate(max(1, num_slots))
 
-    def _allocate(self, num_slots: int) -> None:
-        shape = (num_slots, self._heads)
-        self.partial = torch.empty(*shape, self._value_dim, dtype=torch.float32, device=self._device)
-        self.partial_lse = torch.empty(shape, dtype=torch.float32, device=self._device)
+    def _allocate(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (num_slots, self._config.num_qo_heads)
+        partial = torch.empty(*shape, self._config.value_dim, dtype=torch.float32, device=self._device)
+        return partial, torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def grow(self, num_slots: int) -> None:
-        """Makes room for `num_slots` partial states. Earlier contents are lost."""
-        if num_slots > len(self.partial):
-            self._allocate(num_slots)
+        """Makes room for `num_slots` partial states. Earlier contents are lost.
+
+        Raises:
+            ValueError: there is no memory for them; what was there is kept.
+        """
+        if num_slots <= len(self.partial):
+            return
+        try:
+            self.partial, self.partial_lse = self._allocate(num_slots)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(no_partials(self._config, num_slots)) from error
 
 
 class Scales:

@@ -215,14 +215,30 @@ def _first_visible(batch: StepTables) -> Int32Array:
     return np.maximum(first_query + 1 - batch.window, 0).astype(np.int32)
 
 
+def too_large(policy: str, made: str) -> str:
+    """The message for a batch of which a policy makes more than there is room for. made: what it makes, and where there
+    is no room for it."""
+    fewer = "fewer or shorter requests" if policy == "auto" else "a batch that is cut into fewer pieces"
+    other = "" if policy == "auto" else ", or policy='auto'"
+    return f"policy={policy!r} makes {made}: expected {fewer}{other}"
+
+
 def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSpec) -> Planned:
-    packs = policies.collect_packs(last.forest, packing.start, _first_visible(batch))
-    arrays = _work_list_arrays(
-        packs, batch.seq_lens, batch.query_start_loc, batch.window, spec.model.queries_per_tile, spec.rule
-    )
+    per_tile = spec.model.queries_per_tile
+    try:
+        packs = policies.collect_packs(last.forest, packing.start, _first_visible(batch))
+        work = WorkList(
+            *_work_list_arrays(packs, batch.seq_lens, batch.query_start_loc, batch.window, per_tile, spec.rule)
+        )
+        if len(work.queries) > UNLIMITED:
+            raise OverflowError("query tokens of items")
+    except MemoryError as error:
+        raise ValueError(too_large(spec.policy, "a work list for which there is no memory")) from error
+    except OverflowError as error:
+        raise ValueError(too_large(spec.policy, f"a work list of more than {UNLIMITED} query tokens")) from error
     kept = StepTables(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
     return Planned(
-        work=WorkList(*arrays),
+        work=work,
         batch=kept,
         num_packs=len(packs.kv_row),
         policy=packing.policy,

@@ -107,6 +107,9 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
     """Cuts the query tokens of each pack into row tiles.
 
     A tile reads the KV that at least one of its queries sees (causal mask, window). A tile that sees none is left out.
+
+    Raises:
+        OverflowError: the packs have more query tokens than int32 counts.
     """
     starts, ends, indptr, rows = packs.token_start, packs.token_end, packs.row_indptr, packs.rows
     num_queries, num_tiles = 0, 0
@@ -116,6 +119,8 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
             in_pack += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
         num_queries += in_pack
         num_tiles += 1 if in_pack <= queries_per_tile else (in_pack - 1) // queries_per_tile + 1
+    if num_queries > UNLIMITED:
+        raise OverflowError("query tokens of packs")
     tiles = np.empty((num_tiles, ITEM_COLUMNS), np.int32)
     query = np.empty(num_queries, np.int32)
     position = np.empty(num_queries, np.int32)

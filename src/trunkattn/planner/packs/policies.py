@@ -134,7 +134,11 @@ def fasttree(forest, queries, model):
 
 @njit
 def collect_packs(forest, start, first_visible):
-    """The packs of a packing. `first_visible[row]` is the first token that any query of the row sees in its window."""
+    """The packs of a packing. `first_visible[row]` is the first token that any query of the row sees in its window.
+
+    Raises:
+        OverflowError: the packs list more rows than int32 counts.
+    """
     order, leaf_of, ends = forest.order, forest.leaf_of, forest.token_end
     num_nodes, num_rows = len(start), len(order)
     rows_of = np.zeros(num_nodes, np.int32)  # rows that stop at the node and see some of its tokens
@@ -150,6 +154,8 @@ def collect_packs(forest, start, first_visible):
                 rows_of[node] += 1
                 total += 1
             node = above
+    if total > UNLIMITED:
+        raise OverflowError("rows of packs")
     num_packs = 0
     for node in range(num_nodes):
         if rows_of[node] > 0:
