@@ -62,6 +62,26 @@ def test_group_info_and_padding() -> None:
     same(formats.from_group_ids([5, 5, 9], [-1, -1, 5]), PrefixTree.from_segments([-1, 0], [2, 1]))
 
 
+def test_an_answer_without_tokens_is_a_sequence_of_its_prompt() -> None:
+    """verl packs nothing for it, and its row of log-probabilities stays in its place."""
+    groups = [[3, 0, 2, 0], [2, 0], [1, 4]]
+    tree = formats.from_group_info(groups)
+    assert (tree.parents, tree.lengths, tree.num_tokens) == ((-1, 0, -1, -1, 3), (3, 2, 2, 1, 4), 12)
+    found = [own.tolist() for own in tree.sequence_indices()]
+    assert found == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2], [5, 6], [7, 8, 9, 10, 11]]
+    assert [own.tolist() for own in tree.unpack(torch.arange(12))] == found
+    assert tree.pack().weights.tolist() == [0, 3, 3, 1, 1, 0, 1, 0, 1, 1, 1, 1]
+    assert formats.to_group_info(tree) == groups
+    assert formats.to_group_info(PrefixTree.from_segments([-1], [2])) == [[2, 0]]
+
+
+def test_group_info_is_in_the_order_of_packed_tokens() -> None:
+    """Equal answers are packed once, and answers of another group may come between those of one."""
+    tree = PrefixTree.from_sequences([[1, 2], [7, 8, 9], [1, 3, 3], [1, 2], [7, 5]])
+    assert formats.to_group_info(tree) == [[1, 1, 2], [1, 2, 1]]
+    same(formats.from_group_info([[1, 1, 2], [1, 2, 1]]), tree)
+
+
 def segments(**changes: Any) -> formats.TreeSegments:
     return formats.to_tree_segments(DEEP)._replace(**changes)
 
@@ -75,19 +95,19 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("cu_seqlens_k[1]=1: expected a path that holds its segment", lambda: formats.from_paths([0], [0, 2], [0, 1])),
     ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
-    ("group_info[0][1]=0: expected an integer of at least 1", lambda: formats.from_group_info([[1, 0]])),
+    ("group_info[0][0]=0: expected an integer of at least 1", lambda: formats.from_group_info([[0, 1]])),
+    ("group_info[0][1]=-1: expected an integer of at least 0", lambda: formats.from_group_info([[1, -1]])),
     ("group_info is a NoneType: expected a list of groups", lambda: formats.from_group_info(None)),  # type: ignore
     ("group_info[0] is a int: expected a list of integers", lambda: formats.from_group_info([3])),  # type: ignore
     ("group_ids[2]=0 comes again: expected each group in", lambda: formats.from_group_ids([0, 1, 0], [0, 0, 0])),
     ("segments is a NoneType: expected TreeSegments", lambda: formats.from_tree_segments(None)),  # type: ignore
     ("segment 2 of tree lies below a suffix", lambda: formats.to_group_info(DEEP)),
-    (
-        "segment 0 of tree is a root without suffixes",
-        lambda: formats.to_group_info(PrefixTree.from_segments([-1], [2])),
-    ),
     ("ranges is a list: expected a torch.Tensor", lambda: formats.from_subtree_ranges([[0, 1]])),  # type: ignore
     ("ranges has shape (2,): expected (tokens, 2)", lambda: formats.from_subtree_ranges(torch.zeros(2))),
-    ("ranges[1, 0]=2: expected 1", lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [2, 3], [1, 3]]))),
+    (
+        "ranges[1, 0]=2: expected 1, as tokens are in depth-first pre-order; pack them",
+        lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [2, 3], [1, 3]])),
+    ),
     ("parent_ids has 1 entries: expected 2", lambda: formats.from_group_ids([0, 0], [0])),
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
     ("parent_ids[0]=3: expected its own group, 7", lambda: formats.from_group_ids([7], [3])),

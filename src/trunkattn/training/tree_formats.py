@@ -1,6 +1,7 @@
 """Prefix trees as other frameworks describe them, to and from `PrefixTree`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,11 +71,16 @@ def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
     """The forest of verl's `group_info`: for each group the length of its prefix, then those of its suffixes.
 
+    A suffix may be empty, as an answer is of which verl's mask leaves no token. Its sequence is the prefix alone, and
+    has its place among the others.
+
     Raises:
-        ValueError, TypeError: a group has no suffix, or a length is no integer of at least 1.
+        ValueError, TypeError: a group has no suffix, or a length is no integer, at least 1 for a prefix and 0 for a
+            suffix.
     """
     parents: list[int] = []
     lengths: list[int] = []
+    leaves: list[int] = []
     if len(check_list("group_info", group_info, "groups")) == 0:
         raise ValueError("group_info is empty: expected at least one group")
     for number, given in enumerate(group_info):
@@ -82,25 +88,38 @@ def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
         if len(group) < 2:
             raise ValueError(f"group_info[{number}] has {len(group)} lengths: expected a prefix's and its suffixes'")
         root = len(parents)
-        for place, length in enumerate(group):
-            lengths.append(check_int(f"group_info[{number}][{place}]", length, 1))
-            parents.append(root if place else -1)
-    return PrefixTree.from_segments(parents, lengths)
+        parents.append(-1)
+        lengths.append(check_int(f"group_info[{number}][0]", group[0], 1))
+        for place, given_length in enumerate(group[1:], 1):
+            length = check_int(f"group_info[{number}][{place}]", given_length, 0)
+            if length == 0:
+                leaves.append(root)
+                continue
+            leaves.append(len(parents))
+            parents.append(root)
+            lengths.append(length)
+    return replace(PrefixTree.from_segments(parents, lengths), leaves=tuple(leaves))
 
 
 def to_group_info(tree: PrefixTree) -> list[list[int]]:
-    """verl's `group_info` of a tree of one level: prefixes, each with its suffixes.
+    """verl's `group_info` of a tree of one level: prefixes, each with its suffixes as they are packed. The suffix of a
+    sequence that is a prefix alone is empty.
 
     Raises:
-        ValueError: a segment lies deeper, or a root has no suffix.
+        ValueError: a segment lies deeper.
     """
     _check_one_level(tree, "group_info")
-    groups: dict[int, list[int]] = {}
-    for segment, (parent, length) in enumerate(zip(tree.parents, tree.lengths, strict=True)):
-        groups.setdefault(segment if parent < 0 else parent, []).append(length)
-    for root, group in groups.items():
-        if len(group) < 2:
-            raise ValueError(f"segment {root} of tree is a root without suffixes: expected at least one in group_info")
+    roots = [segment for segment, parent in enumerate(tree.parents) if parent < 0]
+    groups = {root: [tree.lengths[root]] for root in roots}
+    packed = {root: iter(range(root + 1, len(tree.lengths))) for root in roots}  # the suffixes of a root lie behind it
+    told: set[int] = set()  # equal sequences end at one segment
+    for leaf in tree.leaves:
+        parent = tree.parents[leaf]
+        if parent < 0:
+            groups[leaf].append(0)
+        elif leaf not in told:
+            told.add(leaf)
+            groups[parent].append(tree.lengths[next(packed[parent])])
     return list(groups.values())
 
 
@@ -116,7 +135,10 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
         raise ValueError(f"ranges has shape {tuple(ranges.shape)}: expected (tokens, 2)")
     for token, number in enumerate(token_array("ranges[:, 0]", ranges[:, 0]).tolist()):
         if number != token:
-            raise ValueError(f"ranges[{token}, 0]={number}: expected {token}, as tokens are in depth-first pre-order")
+            raise ValueError(
+                f"ranges[{token}, 0]={number}: expected {token}, as tokens are in depth-first pre-order; pack them "
+                "in the order of ranges[:, 0]"
+            )
     try:
         return PrefixTree.from_subtree_end(ranges[:, 1])
     except (TypeError, ValueError) as error:
