@@ -281,9 +281,9 @@ class LLM:
         with held_interrupts(), self._turn:
             self._end_abandoned()
             if all(self._unfetched[request_id] is None for request_id in positions):
-                for output in self._step(positions):
-                    if output.request_id in self._unfetched:  # no call would fetch those of other requests
-                        self._unfetched[output.request_id] = output
+                for computed in self._step(positions):
+                    if computed.request_id in self._unfetched:  # no call would fetch those of other requests
+                        self._unfetched[computed.request_id] = computed
             for request_id in positions:
                 if self._unfetched[request_id] is None and not self.engine.is_unfinished(request_id):
                     raise RuntimeError(
