@@ -1,11 +1,16 @@
 """`attn_implementation="trunkattn"` in models that change the masks that they are given, or ask for other ones."""
 
+import copy
 import re
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 transformers = pytest.importorskip("transformers")
+
+from trunkattn.integrations.transformers import attend, register  # noqa: E402
 
 from .door_cases import ENDS, GEMMA, HOLES, KEPT, PACKED, SMALL, TOKENS, both  # noqa: E402
 
@@ -54,3 +59,59 @@ def test_layers_that_share_keys_compute_the_last_tokens_only(last: int) -> None:
             ours(**packed)
         return
     torch.testing.assert_close(ours(**packed).logits, theirs(**packed).logits, rtol=1e-4, atol=1e-4)
+
+
+def pair(model: str, config: Any) -> tuple[nn.Module, nn.Module]:
+    """A model with eager attention, and the same with ours."""
+    register()
+    torch.manual_seed(0)
+    theirs = getattr(transformers, model)._from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation("trunkattn")
+    return theirs, ours
+
+
+def test_the_padding_of_an_encoder_is_read_by_its_convolutions_too() -> None:
+    """A mask of integers would hide from them the tokens that it keeps."""
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")}
+    of_sound = sizes | {
+        "num_attention_heads": 4, "num_key_value_heads": 4, "num_mel_bins": 16, "subsampling_conv_channels": 8,
+        "conv_kernel_size": 5,
+    }  # fmt: skip
+    theirs, ours = pair("LasrEncoder", transformers.LasrEncoderConfig(**of_sound))
+    kept = torch.ones(2, 96, dtype=torch.long)
+    kept[0, 60:] = 0
+    sound = torch.randn(2, 96, 16, generator=torch.Generator().manual_seed(0))
+    expected, found = (model(sound, attention_mask=kept).last_hidden_state for model in (theirs, ours))
+    torch.testing.assert_close(found[0, :10], expected[0, :10], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_padding_of_an_image_is_read_by_its_pooling_too() -> None:
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.Siglip2VisionConfig(**sizes, num_attention_heads=4, num_patches=16, patch_size=4)
+    theirs, ours = pair("Siglip2VisionModel", config)
+    kept = torch.ones(2, 16, dtype=torch.long)
+    kept[0, 12:] = 0
+    batch = {
+        "pixel_values": torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(0)),
+        "pixel_attention_mask": kept,
+        "spatial_shapes": torch.tensor([[3, 4], [4, 4]]),
+    }
+    expected, found = (model(**batch).pooler_output for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_that_is_not_causal_is_refused_in_a_layer_that_is() -> None:
+    q = torch.randn(2, 2, 5, 16)
+    kept = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=re.escape("attention_mask has shape (2, 1, 1, 5): attn_implementation=")):
+        attend(nn.Module(), q, q, q, kept)
+
+
+def test_queries_that_all_rows_ask() -> None:
+    """GraniteSpeech has learned them once."""
+    q, k = torch.randn(1, 2, 3, 16), torch.randn(4, 2, 5, 16)
+    found, _ = attend(nn.Module(), q, k, k, None, is_causal=False)
+    expected, _ = attend(nn.Module(), q.repeat(4, 1, 1, 1), k, k, None, is_causal=False)
+    assert torch.equal(found, expected)

@@ -51,7 +51,9 @@ def attend(
         ValueError: an option asks for what `flash_attention` does not have.
     """
     _refuse(options)
-    attention_mask = _opened(attention_mask)
+    causal = _is_causal(module, attention_mask, options.get("is_causal"))
+    attention_mask = _opened(attention_mask, causal)
+    query, key, value = _of_as_many_rows(query, key, value)
     _check_packing(len(query), key.shape[2], attention_mask, tree, options)
     given: dict[str, Any] = {
         "sm_scale": options.get("scaling"),
@@ -60,7 +62,6 @@ def attend(
         "sinks": options.get("s_aux"),
         "deterministic": bool(options.get("deterministic")),
     }
-    causal = _is_causal(module, attention_mask, options.get("is_causal"))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     _check_layer(module, key.shape[2], causal, tree, options)
     packed = attention_mask is not None and attention_mask.dim() == 1
@@ -79,12 +80,20 @@ def attend(
     return _padded((q, k, v), attention_mask.bool(), causal, given), None
 
 
-def _opened(mask: torch.Tensor | None) -> torch.Tensor | None:
+def _opened(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
     """What `masks.mask` returned: cu_seqlens [num_sequences + 1], or the tokens that are kept [rows, keys]. Any other
-    mask as it is, for `_check_packing` to refuse."""
-    if mask is None or mask.dtype not in (torch.uint8, torch.int32) or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+    mask as it is, for `_check_packing` to refuse; so is one of a layer that is causal where its mask is not."""
+    if mask is None or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         return mask
-    return mask[0, 0, 0] if mask.dtype == torch.int32 else mask[:, 0, 0]
+    if mask.dtype == torch.int32:
+        return mask[0, 0, 0]
+    return mask[:, 0, 0] if mask.dtype == torch.uint8 or (mask.dtype == torch.bool and not causal) else mask
+
+
+def _of_as_many_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of one row for as many as others have: GraniteSpeech has learned queries that all rows ask."""
+    rows = max(len(tensor) for tensor in tensors)
+    return [tensor.expand(rows, -1, -1, -1) if len(tensor) == 1 else tensor for tensor in tensors]
 
 
 def _is_causal(module: nn.Module, mask: torch.Tensor | None, option: bool | None) -> bool:

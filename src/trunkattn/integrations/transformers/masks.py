@@ -1,9 +1,10 @@
 """transformers' mask interface, for `attention.attend`.
 
 transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal, and
-otherwise has four dimensions, which models may index: of padding [rows, 1, 1, keys] uint8, 1 for tokens that are kept;
-of sequences that are packed or of chunks their `cu_seqlens`, [1, 1, 1, num_sequences + 1] int32. No mask of a model has
-these dtypes.
+otherwise has four dimensions, which models may index. Of padding it is [rows, 1, 1, keys], 1 for tokens that are kept:
+uint8 beside a causal mask, and bool without one, as PyTorch's own attention has it, because encoders use it in other
+places too (Siglip 2 in its pooling, LASR in its convolutions). Of sequences that are packed or of chunks it holds their
+`cu_seqlens`, [1, 1, 1, num_sequences + 1] int32. No mask that a model makes itself has the integer dtypes.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def mask(
     both_ways = options.get("allow_is_bidirectional_skip", False)
     if not both_ways:
         _check_last(options.get("q_offset"), q_length, kv_offset + kv_length)
-    kept = _kept(attention_mask, kv_offset, kv_length)
+    kept = _kept(attention_mask, kv_offset, kv_length, torch.bool if both_ways else torch.uint8)
     if local_size == 0:  # of layers that the model does not have: no query would see a key
         return kept
     local = local_size is not None and local_size < kv_offset + kv_length
@@ -89,13 +90,15 @@ def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: in
         )
 
 
-def _kept(attention_mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> torch.Tensor | None:
+def _kept(
+    attention_mask: torch.Tensor | None, kv_offset: int, kv_length: int, dtype: torch.dtype
+) -> torch.Tensor | None:
     """The part of a mask of padding that belongs to the keys, as `mask` returns it, None if it hides none. Under
     torch.compile, which cannot look at it, it may hide none."""
     if attention_mask is None:
         return None
     kept = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return None if not torch.compiler.is_compiling() and bool(kept.all()) else kept[:, None, None].to(torch.uint8)
+    return None if not torch.compiler.is_compiling() and bool(kept.all()) else kept[:, None, None].to(dtype)
 
 
 def _check_holes(kept: torch.Tensor) -> None:
