@@ -81,7 +81,7 @@ class TokenRules:
         return replace(rules, grammar=grammar)
 
     def _check_first_token(self, grammar: GrammarState, params: SamplingParams, allowed: NDArray[np.int64]) -> None:
-        """Raises ValueError if a form has no first token, or none that `allowed_token_ids` and `min_tokens` leave."""
+        """Raises ValueError if a form has no first token, or none that `allowed_token_ids` leaves."""
         first = grammar.allowed(())
         if len(allowed):
             first = first & np.isin(np.arange(len(first)), allowed)
