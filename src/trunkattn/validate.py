@@ -1,7 +1,8 @@
 """Checks of single values that every part of the library shares."""
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -50,6 +51,70 @@ def written(number: int) -> str:
     """An integer as a message writes it: its size, if it has hundreds of digits."""
     bits = number.bit_length()
     return str(number) if bits <= _LONGEST else f"{'-' if number < 0 else ''}(an integer of {bits} bits)"
+
+
+def shown(value: object, most: int = 120) -> str:
+    """A value as a message quotes it: its beginning, if it has more than `most` characters."""
+    text = ""
+    for piece in _pieces(value, most):
+        text += piece
+        if len(text) > most:
+            return f"{text[:most]}…"
+    return text
+
+
+def _pieces(value: object, most: int) -> Iterator[str]:
+    """The text of a value, piece by piece: nobody has to write all of a large one to quote its beginning."""
+    match value:
+        case str():
+            yield repr(value[: 2 * most])
+        case dict():
+            yield "{"
+            for place, (name, one) in enumerate(value.items()):
+                yield f"{', ' if place else ''}{shown(name, most)}: "
+                yield from _pieces(one, most)
+            yield "}"
+        case list() | tuple():
+            yield "[" if isinstance(value, list) else "("
+            for place, one in enumerate(value):
+                yield ", " if place else ""
+                yield from _pieces(one, most)
+            yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+        case int() if not isinstance(value, bool):
+            yield written(value)
+        case _:
+            yield repr(value)
+
+
+def check_real(name: str, value: object, expected: str) -> float:
+    """`value` as a finite float. The caller checks the range that `expected` describes."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: expected {expected}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={shown(value)}: expected {expected}")
+    return number
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False")
+
+
+def check_text(name: str, text: str) -> str:
+    """`text`, if it is Unicode. Raises ValueError for a lone surrogate, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={shown(text)}: expected Unicode text, and character {error.start} is half of a surrogate pair; "
+            f"decode the text as UTF-8"
+        ) from error
+    return text
 
 
 def check_positive(name: str, value: Any) -> None:

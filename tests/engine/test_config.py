@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trunkattn.engine import EngineConfig, SamplingParams, StructuredOutputsParams
-from trunkattn.engine.config import shown
+from trunkattn.validate import shown
 
 BAD_PARAMS: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"n": 0}, ValueError),

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from trunkattn.engine.config import check_budget, check_real, check_scheduler_policy
-from trunkattn.validate import check_int, keep_int
+from trunkattn.engine.config import check_budget, check_scheduler_policy
+from trunkattn.validate import check_int, check_real, keep_int
 
 Progress = Callable[[str, float], None]
 """Called now and then with what is being done, for people, and the share of it that is done, 0 to 1."""

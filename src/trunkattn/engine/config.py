@@ -1,15 +1,12 @@
-"""The options of an engine, which check themselves, and the checks that they share with `SamplingParams`."""
+"""The options of an engine, which check themselves, and the checks that a scheduler and an analysis share with them."""
 
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
 from types import MappingProxyType
 from typing import Final
 
 from trunkattn.names import EXECUTIONS, POLICIES
-from trunkattn.validate import check_int, keep_int, written
+from trunkattn.validate import check_bool, check_int, check_real, keep_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
@@ -30,70 +27,6 @@ def check_scheduler_policy(name: str, value: object) -> str:
     if value not in SCHEDULER_POLICIES:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(SCHEDULER_POLICIES)}")
     return str(value)
-
-
-def shown(value: object, most: int = 120) -> str:
-    """A value as a message quotes it: its beginning, if it has more than `most` characters."""
-    text = ""
-    for piece in _written(value, most):
-        text += piece
-        if len(text) > most:
-            return f"{text[:most]}…"
-    return text
-
-
-def _written(value: object, most: int) -> Iterator[str]:
-    """The text of a value, piece by piece: nobody has to write all of a large one to quote its beginning."""
-    match value:
-        case str():
-            yield repr(value[: 2 * most])
-        case dict():
-            yield "{"
-            for place, (name, one) in enumerate(value.items()):
-                yield f"{', ' if place else ''}{shown(name, most)}: "
-                yield from _written(one, most)
-            yield "}"
-        case list() | tuple():
-            yield "[" if isinstance(value, list) else "("
-            for place, one in enumerate(value):
-                yield ", " if place else ""
-                yield from _written(one, most)
-            yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-        case int() if not isinstance(value, bool):
-            yield written(value)
-        case _:
-            yield repr(value)
-
-
-def check_real(name: str, value: object, expected: str) -> float:
-    """`value` as a finite float. The caller checks the range that `expected` describes."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}={value!r}: expected {expected}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer that no float holds
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name}={shown(value)}: expected {expected}")
-    return number
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected True or False")
-
-
-def check_text(name: str, text: str) -> str:
-    """`text`, if it is Unicode. Raises ValueError for a lone surrogate, which no encoding has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name}={shown(text)}: expected Unicode text, and character {error.start} is half of a surrogate pair; "
-            f"decode the text as UTF-8"
-        ) from error
-    return text
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int) -> None:

@@ -3,10 +3,10 @@
 import json
 from typing import Any, Final
 
-from trunkattn.engine.config import shown
 from trunkattn.engine.form_limits import FormLimits, check_form, check_size
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
+from trunkattn.validate import shown
 
 _LONGEST_REASON: Final = 300
 # Where only one text can follow, llguidance forces the tokens that the tokenizer makes of it, which are special tokens

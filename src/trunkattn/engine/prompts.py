@@ -13,7 +13,7 @@ from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from trunkattn.engine.config import check_bool, check_text, shown
+from trunkattn.validate import check_bool, check_text, shown
 
 # Parameters of a tokenizer's `apply_chat_template`, and what it calls the conversation: they are no variables of a
 # template. Whoever sets `chat_template` brings a program.

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trunkattn.engine.config import check_bool, check_real, check_text
-from trunkattn.validate import check_int, keep_int, written
+from trunkattn.validate import check_bool, check_int, check_real, check_text, keep_int, written
 
 MAX_REPETITION_PENALTY = 1e4  # and its inverse: a logit that is scaled by more may overflow
 MAX_LOGIT_BIAS = 1e4  # a softmax cannot tell it from infinity

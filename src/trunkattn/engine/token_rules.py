@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.engine.config import shown
 from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling import NOT_FINITE
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.structured_output import GrammarState, StructuredOutputs
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, shown
 
 
 @dataclass(frozen=True)

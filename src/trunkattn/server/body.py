@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from trunkattn.engine.config import shown
 from trunkattn.server.limits import LIMITS
+from trunkattn.validate import shown
 
 _CLOSE: Final = 0.85  # how alike two names are that are taken for one, misspelt
 LONGEST_NAME: Final = 64  # characters of a name in a message

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trunkattn.engine.config import shown
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
@@ -20,6 +19,7 @@ from trunkattn.server.service import Caller, Service, num_places
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
 from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
 from trunkattn.server.usage import usage_of, usage_so_far
+from trunkattn.validate import shown
 
 
 class Chat:

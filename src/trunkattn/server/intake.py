@@ -7,11 +7,11 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from trunkattn.engine.config import shown
 from trunkattn.server.body import Body, Reading
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.json_size import json_size
 from trunkattn.server.limits import LIMITS
+from trunkattn.validate import shown
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 

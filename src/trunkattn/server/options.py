@@ -4,10 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from trunkattn.engine.config import check_bool, check_real, check_text, shown
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS
-from trunkattn.validate import keep_int
+from trunkattn.validate import check_bool, check_real, check_text, keep_int, shown
 
 # What a browser sends in the header Origin: a scheme and a host, a port perhaps, and no path.
 _ORIGIN: Final = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from trunkattn.engine.config import shown
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.server.body import Body, refuse
 from trunkattn.server.limits import LIMITS
+from trunkattn.validate import shown
 
 _SLICE: Final = 8_192  # items whose types are looked at by one call
 

@@ -8,7 +8,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
-from trunkattn.engine.config import check_text, shown
 from trunkattn.engine.engine import CheckedRequest
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
@@ -30,7 +29,7 @@ from trunkattn.server.protocol import Message, Sampling, Tool
 from trunkattn.server.report import request_line
 from trunkattn.server.streaming import Progress
 from trunkattn.server.template_clock import template_clock
-from trunkattn.validate import written
+from trunkattn.validate import check_text, shown, written
 
 Result = TypeVar("Result")
 
