@@ -55,7 +55,7 @@ GPU_FLOORS = MappingProxyType(
         "compiling": 0,
         "graphs": 0,
         "workspace": 0,
-        "host_planner": 1,
+        "planner_compilation": 1,
         "bound": 1,
         "portable/spec": 1,
         "mla/spec": 1,

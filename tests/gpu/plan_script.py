@@ -22,7 +22,7 @@ from trunkattn import AttentionConfig, Capacity, PromptChunks
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.device_planner import planner, prompt_chunks
-from trunkattn.gpu.host_planner import compile_ahead
+from trunkattn.gpu.planner_compilation import compile_ahead
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED

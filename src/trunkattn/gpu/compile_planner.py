@@ -1,4 +1,5 @@
-"""Compiles the host's planner for a GPU into Numba's cache: the process that `host_planner` starts. It uses no GPU.
+"""Compiles the host's planner for a GPU into Numba's cache: the process that `compile_ahead` starts. It needs no
+GPU.
 
     python -m trunkattn.gpu.compile_planner '["NVIDIA H100 80GB HBM3", 132, 90, 52428800, false]'
 

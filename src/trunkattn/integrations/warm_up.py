@@ -1,4 +1,4 @@
-"""A plug-in's kernels compiled, and run once, before a request waits for them; and its planner on the host."""
+"""Compiles a plug-in's kernels, runs them once, and compiles its planner on the host, before a request needs them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,17 +10,17 @@ import torch
 from trunkattn.attention import BatchAttention, Plan
 from trunkattn.gpu.cards import facts_of
 from trunkattn.gpu.compiling import compiled_together
-from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
-from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS
+from trunkattn.gpu.planner_compilation import PlannerCompilation, compile_ahead
+from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
 # Of the prompts of a warm-up
 _PROMPT_TOKENS: Final = (2, 128)
-_PROMPT_LENS: Final = (4 * INVARIANT_SPAN_TOKENS, 128)
+_PROMPT_LENS: Final = (2 * SPAN_TOKENS, 128)
 
 
 @cache  # one process compiles for all layers
-def host_planner(batch_invariant: bool) -> HostPlanner:
-    """The host's planner for this GPU. Another process compiles it from the first call on."""
+def planner_compilation(batch_invariant: bool) -> PlannerCompilation:
+    """The compilation of the host's planner for this GPU, by another process. It begins with the first call."""
     return compile_ahead(facts_of(torch.device("cuda")), batch_invariant)
 
 

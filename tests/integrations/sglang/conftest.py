@@ -15,7 +15,7 @@ os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())
 import pytest
 from sglang.srt.plugins import load_plugins
 
-from ..vllm.device_attention import HostPlanners
+from ..vllm.device_attention import PlannerCompilations
 from ..vllm.models import write_model
 from .engine import Run, generate
 
@@ -55,15 +55,15 @@ def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> PlannerCompilations:
     """No process compiles a planner."""
-    planners = HostPlanners()
-    monkeypatch.setattr("trunkattn.integrations.sglang.cuda.host_planner", planners)
+    planners = PlannerCompilations()
+    monkeypatch.setattr("trunkattn.integrations.sglang.cuda.planner_compilation", planners)
     return planners
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> None:
+def card(monkeypatch: pytest.MonkeyPatch, compilations: PlannerCompilations) -> None:
     """A GPU, as far as the back end can tell."""
     from .card import set_card  # it imports SGLang, which is set up first
 

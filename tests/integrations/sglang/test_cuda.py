@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from trunkattn.integrations import common, prompt_plans
 from trunkattn.integrations.sglang import cuda
 
-from ..vllm.device_attention import HostPlanners
+from ..vllm.device_attention import PlannerCompilations
 from .card import make_backend, replay
 from .fakes import DIM, HEADS, KV_HEADS, PAGE, ROWS, Step, error, make_runner
 
@@ -83,7 +83,9 @@ PROMPTS = {"chunked_prefill_size": 48}
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("page", [1, PAGE])
-def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanners, page: int, hybrid: bool) -> None:
+def test_prompts_are_planned_on_the_device(
+    card: None, compilations: PlannerCompilations, page: int, hybrid: bool
+) -> None:
     """From their lengths, which SGLang tells the host; between graphs, whose plans they leave alone."""
     runner = make_runner(*LAYERS, page=page, hybrid=hybrid, options=PROMPTS)
     backend = make_backend(runner)
@@ -106,7 +108,7 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
         assert attention.host_planned == 0 and attention.execution == "serial"
         assert (attention.limits.max_query_tokens, attention.limits.max_chunk_tokens) == (1, 48)
         assert attention is not decodes[next(kind for kind, each in prompts.items() if each[1] is plan)][0]
-    assert host_planners.waited == []
+    assert compilations.waited == []
     assert dict(backend.stats.paths) == {"full_graph": 1, "prefill": 2, "decode": 1}
     full, width = 3, 2 * KV_HEADS * DIM * 4
     of_window = sum(min(length, queries + 19) for length, queries in ((41, 9), (56, 24), (33, 1), (80, 48)))
@@ -126,7 +128,7 @@ def test_prompts_are_planned_on_the_device(card: None, host_planners: HostPlanne
     ],
 )
 def test_other_prompts_are_planned_on_the_host(
-    card: None, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch, step: Step, most: int
+    card: None, compilations: PlannerCompilations, monkeypatch: pytest.MonkeyPatch, step: Step, most: int
 ) -> None:
     monkeypatch.setattr(prompt_plans, "MOST_PROMPTS", most)
     runner = make_runner(*LAYERS, options=PROMPTS)
@@ -135,7 +137,7 @@ def test_other_prompts_are_planned_on_the_host(
     assert not isinstance(backend._step, cuda.DeviceStep)
     for layer in runner.model:
         assert error(backend, runner, layer, batch) < 1e-5
-    assert host_planners.waited
+    assert compilations.waited
 
 
 def test_the_first_prompt_without_graphs(card: None) -> None:
@@ -148,23 +150,25 @@ def test_the_first_prompt_without_graphs(card: None) -> None:
     assert len(backend._prompt_plans) == 3 and backend._plans == {}
 
 
-def test_the_first_prompt_waits_for_the_planner(card: None, host_planners: HostPlanners) -> None:
+def test_the_first_prompt_waits_for_the_planner(card: None, compilations: PlannerCompilations) -> None:
     """Which compiles from when the back end is made; a step that is planned on the device waits for nothing."""
     runner = make_runner()
     backend = make_backend(runner)
-    assert host_planners.begun == [False]
+    assert compilations.begun == [False]
     for step, waited in ((FIVE, 0), (Step([9], [41]), 1)):
         batch = step.batch(runner)
         backend.init_forward_metadata(batch)
         error(backend, runner, runner.model[0], batch)
-        assert len(host_planners.waited) == waited
+        assert len(compilations.waited) == waited
 
 
-def test_no_planner_is_compiled_where_another_back_end_runs_prompts(card: None, host_planners: HostPlanners) -> None:
+def test_no_planner_is_compiled_where_another_back_end_runs_prompts(
+    card: None, compilations: PlannerCompilations
+) -> None:
     runner = make_runner()
     runner.server_args.get_attention_backends = lambda: ("triton", "trunk")
     make_backend(runner)
-    assert host_planners.begun == []
+    assert compilations.begun == []
 
 
 def test_decodes_without_graphs(card: None) -> None:

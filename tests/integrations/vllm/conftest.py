@@ -18,7 +18,7 @@ from trunkattn.integrations import prompt_plans
 from trunkattn.integrations.vllm import backend, cuda, cuda_impl, own_prompts, versions
 from trunkattn.integrations.vllm.flash import FlashPrefill
 
-from .device_attention import DeviceAttention, HostPlanners
+from .device_attention import DeviceAttention, PlannerCompilations
 from .engine import Run, generate
 from .fakes import SEQUENCES, FlashRecorder
 from .models import write_eagle, write_model
@@ -59,11 +59,11 @@ def stock(model: Callable[[str], Path]) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def host_planners(monkeypatch: pytest.MonkeyPatch) -> HostPlanners:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> PlannerCompilations:
     """No process compiles a planner."""
-    planners = HostPlanners()
+    planners = PlannerCompilations()
     for module in (cuda_impl, own_prompts):
-        monkeypatch.setattr(module, "host_planner", planners)
+        monkeypatch.setattr(module, "planner_compilation", planners)
     return planners
 
 
@@ -74,7 +74,7 @@ def set_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu_engine(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> Iterator[VllmConfig]:
+def gpu_engine(monkeypatch: pytest.MonkeyPatch, compilations: PlannerCompilations) -> Iterator[VllmConfig]:
     """The configuration of an engine whose back end is that for GPUs, with plans and kernels of the CPU."""
     config = VllmConfig()
     config.scheduler_config.max_num_seqs = SEQUENCES
@@ -112,7 +112,7 @@ def flash_kernel(monkeypatch: pytest.MonkeyPatch) -> FlashRecorder:
 
 
 @pytest.fixture
-def flash_calls(monkeypatch: pytest.MonkeyPatch, host_planners: HostPlanners) -> list[dict[str, Any]]:
+def flash_calls(monkeypatch: pytest.MonkeyPatch, compilations: PlannerCompilations) -> list[dict[str, Any]]:
     """The arguments of each call of FlashAttention by an engine that selects CUSTOM."""
 
     def write(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:

@@ -77,8 +77,8 @@ class DeviceAttention(BatchAttention):
         return result, lse
 
 
-class HostPlanners:
-    """In the place of `warm_up.host_planner`: notes for which attentions a planner was begun, and waited for."""
+class PlannerCompilations:
+    """In the place of `warm_up.planner_compilation`: notes for which attentions a planner was begun, and waited for."""
 
     def __init__(self) -> None:
         self.begun, self.waited = list[bool](), list[bool]()

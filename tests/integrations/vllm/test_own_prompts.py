@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 
-from .device_attention import HostPlanners
+from .device_attention import PlannerCompilations
 from .fakes import PAGE, SEQUENCES, FlashRecorder, make_batch, make_builder, make_layer, run_step
 
 pytestmark = pytest.mark.usefixtures("gpu_engine")
@@ -21,7 +21,7 @@ def test_what_flash_attention_cannot_do(
     note: str,
     gpu_engine: VllmConfig,
     flash_kernel: FlashRecorder,
-    host_planners: HostPlanners,
+    compilations: PlannerCompilations,
 ) -> None:
     layer = make_layer(dtype, cache=cache)
     assert layer.flash is None
@@ -37,7 +37,7 @@ def test_what_flash_attention_cannot_do(
         plans.append(step.prefill.plans[layer.layer_spec])
     (attention, _), *on_device = plans
     assert (attention.host_planned, attention.limits) == (1, None), "the host waits where it knows no lengths"
-    assert host_planners.waited == [False]
+    assert compilations.waited == [False]
     assert on_device[0] == on_device[1], "one plan serves every step"
     limits, chunks = on_device[0][0].limits, on_device[0][0].chunks
     assert (limits.max_requests, limits.max_query_tokens, limits.max_chunk_tokens) == (SEQUENCES, 1, 2048)

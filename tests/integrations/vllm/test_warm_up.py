@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 
 from trunkattn.integrations import warm_up
 
-from .device_attention import DeviceAttention, HostPlanners
+from .device_attention import DeviceAttention, PlannerCompilations
 from .fakes import WIDTH, FlashRecorder, make_batch, make_builder, make_layer, run_step
 
 pytestmark = pytest.mark.usefixtures("gpu_engine")
@@ -32,35 +32,41 @@ def runs_of_warm_up(builder: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 def test_prompts_of_our_own_kernels_are_warm_too(
     gpu_engine: VllmConfig,
     flash_kernel: FlashRecorder,
-    host_planners: HostPlanners,
+    compilations: PlannerCompilations,
     set_batch_invariance: Callable[[bool], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their kernel has other constants than that of decodes: a batch-invariant prompt has several query tokens."""
     set_batch_invariance(True)
     layer = make_layer()
-    assert (host_planners.begun, host_planners.waited) == ([True], []), "it compiles while the model is loaded"
+    assert (compilations.begun, compilations.waited) == ([True], []), "it compiles while the model is loaded"
     builder = make_builder(gpu_engine, layer)
     builder.build(0, make_batch([1, 1], [20, 40]))
     runs = runs_of_warm_up(builder, monkeypatch)
-    assert set(host_planners.waited) == {True}
+    assert set(compilations.waited) == {True}
     assert runs == [(builder.attentions[layer.layer_spec].limits, 2), *[(None, 2 + 128)] * 2] * 2
     _, errors = run_step(builder, make_batch([1, 1, 30], [20, 40, 0]))
     assert max(errors) < 0.02
 
 
 def test_no_planner_is_compiled_where_flash_attention_runs_prompts(
-    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch
+    gpu_engine: VllmConfig,
+    flash_kernel: FlashRecorder,
+    compilations: PlannerCompilations,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(warm_up, "compiled_together", nullcontext)
     builder = make_builder(gpu_engine, make_layer())
     builder.build(0, make_batch([1, 1], [20, 40]))
     builder._warm_up(WIDTH)
-    assert (host_planners.begun, host_planners.waited) == ([], [])
+    assert (compilations.begun, compilations.waited) == ([], [])
 
 
 def test_prompts_that_are_planned_on_the_device_are_warm_too(
-    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, host_planners: HostPlanners, monkeypatch: pytest.MonkeyPatch
+    gpu_engine: VllmConfig,
+    flash_kernel: FlashRecorder,
+    compilations: PlannerCompilations,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And nothing waits for the host's planner, which many prompts alone need."""
     layer = make_layer(cache="fp8")
@@ -70,4 +76,4 @@ def test_prompts_that_are_planned_on_the_device_are_warm_too(
     decodes = builder.attentions[layer.layer_spec].limits
     prompts = replace(decodes, max_query_tokens=1, max_chunk_tokens=2048)
     assert runs == [(decodes, 2), (prompts, 1)] * 2
-    assert (host_planners.begun, host_planners.waited) == ([False], [])
+    assert (compilations.begun, compilations.waited) == ([False], [])

@@ -23,7 +23,7 @@ from trunkattn.integrations.sglang.backend import TrunkBackend, is_idle
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.layers import LayerKind, check_supported
 from trunkattn.integrations.sglang.name import NAME, logger
-from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_up
+from trunkattn.integrations.warm_up import planner_compilation, run_zeros, warm_up
 
 _ROWS: Final = 256  # requests of a decode step that are planned on the device, or more if SGLang captures more
 
@@ -56,7 +56,7 @@ class TrunkCudaBackend(TrunkBackend):
         super().__init__(runner)
         self.device = torch.device("cuda", torch.cuda.current_device())
         prefill, _ = versions.backends(runner)
-        self._host_planner = host_planner(batch_invariant=False) if prefill == NAME else None
+        self._planner_compilation = planner_compilation(batch_invariant=False) if prefill == NAME else None
         options = versions.options_in_effect(runner)
         self._most_prompt_tokens = versions.most_prompt_tokens(options) if prefill == NAME else 0
         self._most_rows = min(_ROWS, self.req_to_token_pool.size)
@@ -160,8 +160,8 @@ class TrunkCudaBackend(TrunkBackend):
         """The current step's plan for a kind of layer, as it is run."""
         step = self._step
         if not isinstance(step, DeviceStep):
-            if self._host_planner is not None:
-                self._host_planner.wait()
+            if self._planner_compilation is not None:
+                self._planner_compilation.wait()
             return super()._planned(kind)
         if kind not in self._plans_of(step.chunks):  # the first step, which SGLang runs before it captures one
             self._warm_up(kind, step)

@@ -12,7 +12,7 @@ from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup, context_refusals, find_group
 from trunkattn.integrations.vllm.flash import find_flash
 from trunkattn.integrations.vllm.impl import LayerArguments, StepTensors, TrunkAttentionImpl, check_supported
-from trunkattn.integrations.warm_up import host_planner
+from trunkattn.integrations.warm_up import planner_compilation
 
 
 def gpu_refusals(spec: LayerSpec, scaled: bool, vllm_config: Any) -> list[str]:
@@ -41,7 +41,7 @@ class TrunkAttentionCudaImpl(TrunkAttentionImpl):
         check_supported(gpu_refusals(self.layer_spec, self.scaled, vllm_config))
         self.flash, self.flash_note = find_flash(self.layer_spec)
         if self.flash is None:  # then the host plans the prompts
-            host_planner(self.layer_spec.batch_invariant)
+            planner_compilation(self.layer_spec.batch_invariant)
         self.group: ContextGroup | None = None
         if self.dcp_world_size > 1:
             reads_another = self.kv_sharing_target_layer_name is not None

@@ -13,7 +13,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.common import LayerSpec
 from trunkattn.integrations.prompt_plans import PromptRoom, one_prompt
-from trunkattn.integrations.warm_up import host_planner, run_zeros, warm_prompts
+from trunkattn.integrations.warm_up import planner_compilation, run_zeros, warm_prompts
 
 PromptPlan = tuple[BatchAttention, Plan]
 
@@ -68,7 +68,7 @@ class OwnPrompts:
     ) -> PromptPlan:
         attention, window = self._on_device.get(spec), spec.sliding_window
         if attention is None or known is None:
-            host_planner(spec.batch_invariant).wait()
+            planner_compilation(spec.batch_invariant).wait()
             attention = self._on_host[spec]
             return attention, attention.plan(block_table, seq_lens, query_start_loc, sliding_window=window)
         options: dict[str, Any] = {"sliding_window": window, "into": self._plans.get(spec), "chunks": known}

@@ -19,8 +19,8 @@ _MODULE: Final = "trunkattn.gpu.compile_planner"
 _LONGEST_WAIT_S: Final = 120.0
 
 
-class HostPlanner:
-    """The process that compiles. process: None if there is none."""
+class PlannerCompilation:
+    """The process that compiles the planner. process: None if there is none."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process
@@ -39,14 +39,14 @@ class HostPlanner:
             process.wait()
 
 
-def compile_ahead(facts: GpuFacts, batch_invariant: bool) -> HostPlanner:
+def compile_ahead(facts: GpuFacts, batch_invariant: bool) -> PlannerCompilation:
     """Starts the process that compiles the host's planner for a card. batch_invariant: whether plans are batch
     invariant."""
     if cache_folder() is None:  # nothing that another process compiles would be found
-        return HostPlanner(None)
+        return PlannerCompilation(None)
     command = [sys.executable, "-m", _MODULE, json.dumps([*facts, batch_invariant])]
     quiet = subprocess.DEVNULL
     try:
-        return HostPlanner(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet))
+        return PlannerCompilation(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet))
     except OSError:
-        return HostPlanner(None)
+        return PlannerCompilation(None)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trunkattn.gpu import compile_planner, host_planner
+from trunkattn.gpu import compile_planner, planner_compilation
 from trunkattn.gpu.cards import GpuFacts
-from trunkattn.gpu.host_planner import HostPlanner, compile_ahead
+from trunkattn.gpu.planner_compilation import PlannerCompilation, compile_ahead
 
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 
@@ -42,7 +42,7 @@ def test_plans_find_all_that_the_process_has_compiled(tmp_path: Path, batch_inva
 
 
 def test_no_process_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_planner, "cache_folder", lambda: None)
+    monkeypatch.setattr(planner_compilation, "cache_folder", lambda: None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert compile_ahead(H100, False)._process is None
 
@@ -56,9 +56,9 @@ def test_a_process_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch, prog
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(host_planner, "_LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(planner_compilation, "_LONGEST_WAIT_S", 0.1)
     process = subprocess.Popen(["sleep", "60"])
-    HostPlanner(process).wait()
+    PlannerCompilation(process).wait()
     assert process.returncode == -signal.SIGKILL
     assert "waits until its planner is compiled" in caplog.text
 
