@@ -10,7 +10,7 @@ import torch
 
 from trunkattn.dtypes import COMPUTE_DTYPES, KV_KINDS
 from trunkattn.names import EXECUTIONS, POLICIES
-from trunkattn.numerics import LOG2_E
+from trunkattn.numerics import LOG2_E, MAX_INT32
 from trunkattn.validate import check_positive, keep_int, written
 
 
@@ -31,8 +31,6 @@ BACKENDS: Final = MappingProxyType(
         "cuda": BackendModules("trunkattn.gpu.kernel", "trunkattn.gpu.attention"),
     }
 )
-
-_MAX_INT32: Final = torch.iinfo(torch.int32).max  # kernels count in int32
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,8 @@ class AttentionConfig:
             if name == "head_dim_v" and self.head_dim_v is None:
                 continue
             keep_int(self, name, at_least=1)
-            if getattr(self, name) > _MAX_INT32:
-                raise ValueError(f"{name}={written(getattr(self, name))}: expected at most {_MAX_INT32}")
+            if getattr(self, name) > MAX_INT32:
+                raise ValueError(f"{name}={written(getattr(self, name))}: expected at most {MAX_INT32}")
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads={self.num_qo_heads}: expected a multiple of num_kv_heads={self.num_kv_heads}"

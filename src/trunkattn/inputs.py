@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.derivatives import check_none
-from trunkattn.numerics import GPU_OFFSET_END
+from trunkattn.numerics import GPU_OFFSET_END, MAX_INT32
 from trunkattn.validate import check_apart, check_dense, check_disjoint, check_int, check_memory, check_plain, written
 
 Int32Array = NDArray[np.int32]
@@ -119,7 +119,7 @@ def check_step(
         starts = np.arange(num_requests + 1, dtype=np.int32)
     else:
         starts = _int32("query_start_loc", inputs.query_start_loc, (num_requests + 1,), device)
-    limit = int(np.iinfo(np.int32).max) // page_size  # places in the cache are int32 too
+    limit = MAX_INT32 // page_size  # places in the cache are int32 too
     if inputs.num_pages is not None:
         limit = min(limit, check_int("num_pages", inputs.num_pages, at_least=1))
     if capacity is not None:

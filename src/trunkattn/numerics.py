@@ -5,6 +5,7 @@ from typing import Final
 
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
+MAX_INT32: Final = 2**31 - 1  # planners and kernels count in int32
 GPU_OFFSET_END: Final = 2**31  # GPU kernels count elements from head to head, and within a block of tokens, in int32
 # What they count of all tokens in int32, such as the entries of a tree's tables, are at most seven for each.
 MAX_GPU_TOKENS: Final = GPU_OFFSET_END // 8

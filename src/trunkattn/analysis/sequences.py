@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.records import LoggedRequest
-
-_MAX_INT32: Final = int(np.iinfo(np.int32).max)
+from trunkattn.numerics import MAX_INT32
 
 
 class LoggedTokens:
@@ -73,7 +72,7 @@ class TokenSource:
     def tokens(self, request: LoggedRequest, number: int, max_tokens: int) -> "array[int]":
         """A prompt and its answer. See `LoggedTokens`."""
         prompt = self._prompt(request)
-        answer = np.full(max_tokens, -1 - number % _MAX_INT32, np.int32)
+        answer = np.full(max_tokens, -1 - number % MAX_INT32, np.int32)
         later = self._next.get(request.key)
         if later is not None:
             known = self._prompt(later)[len(prompt) : len(prompt) + max_tokens]

@@ -18,6 +18,7 @@ from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, check_writable, print_json, write
 from trunkattn.gpu.cards import card_named
+from trunkattn.numerics import MAX_INT32
 from trunkattn.validate import expanded
 
 TREE: Final = re.compile(r"[0-9, ]+_[0-9, ]+")
@@ -141,8 +142,7 @@ def _integers(batch: str, name: str, values: Any) -> NDArray[np.int64]:
         array = np.array(values)
     except ValueError:  # lists of several lengths
         array = np.array("")
-    limit = np.iinfo(np.int32).max
     is_right = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
-    if not is_right or not all(0 <= value <= limit for value in (array.min(initial=0), array.max(initial=0))):
-        raise ValueError(f'batch={batch!r}: "{name}" is not a list of integers from 0 to {limit}')
+    if not is_right or not all(0 <= value <= MAX_INT32 for value in (array.min(initial=0), array.max(initial=0))):
+        raise ValueError(f'batch={batch!r}: "{name}" is not a list of integers from 0 to {MAX_INT32}')
     return array.astype(np.int64)

@@ -20,12 +20,13 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
+from trunkattn.planner.work_list import UNLIMITED
 
 _CPU: Final = torch.device("cpu")
 _PAGE_SIZE: Final = 16
 _LENGTH: Final = 1000  # tokens of each request
-_SHARED_PAGES: Final = 32  # 512 tokens, the shortest prefix that a batch-invariant plan shares
+_SHARED_PAGES: Final = SPAN_TOKENS // _PAGE_SIZE  # the shortest prefix that a batch-invariant plan shares
 _STARTS: Final = (0, 1, 2, 202, 402)  # two requests decode and two are prompts
 
 

@@ -24,7 +24,7 @@ from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_work, tiling_limits
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS, TileLimits
+from trunkattn.planner.work_list import PACK_SPAN_TOKENS, TileLimits
 
 _FUSE_UP_TO: Final = 8  # the most partials that an item merges; more are spread over the merge kernel's CTAs
 
@@ -137,7 +137,7 @@ class PackPlanner:
         config, capacity = parts.config, parts.capacity
         if capacity:
             tokens = capacity.max_pages_per_request * config.page_size
-            num_partials = -(-tokens // INVARIANT_SPAN_TOKENS) + 1 if config.batch_invariant else 0
+            num_partials = -(-tokens // PACK_SPAN_TOKENS) + 1 if config.batch_invariant else 0
             self.limits = tile_limits(parts.rule, capacity, num_partials)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:

@@ -5,7 +5,7 @@ from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec
 from trunkattn.planner.splitting import split_rule
-from trunkattn.planner.work_list import INVARIANT_SPAN_TOKENS
+from trunkattn.planner.work_list import PACK_SPAN_TOKENS
 
 
 def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
@@ -23,7 +23,7 @@ def make_planner(config: AttentionConfig, machine: DeviceModel) -> Planner:
     )
     share_columns, fixed_chunk = 1, 0
     if config.batch_invariant:
-        share_columns = -(-INVARIANT_SPAN_TOKENS // config.page_size)
+        share_columns = -(-PACK_SPAN_TOKENS // config.page_size)
         fixed_chunk = share_columns * config.page_size
     head_dims = config.head_dim + config.value_dim
     rule = split_rule(machine, model, config.num_kv_heads, head_dims, fixed_chunk)

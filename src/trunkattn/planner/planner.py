@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
+from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.packs import policies
 from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, cut_packs, emit, split_tiles
-from trunkattn.planner.work_list import KV_END, KV_START, PlanStats, WorkList
+from trunkattn.planner.splitting import SplitRule, cut_packs, emit, split_tiles
+from trunkattn.planner.work_list import KV_END, KV_START, UNLIMITED, PlanStats, WorkList
 
 Int32Array = NDArray[np.int32]
 
@@ -230,12 +231,12 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
         work = WorkList(
             *_work_list_arrays(packs, batch.seq_lens, batch.query_start_loc, batch.window, per_tile, spec.rule)
         )
-        if len(work.queries) > UNLIMITED:
+        if len(work.queries) > MAX_INT32:
             raise OverflowError("query tokens of items")
     except MemoryError as error:
         raise ValueError(too_large(spec.policy, "a work list for which there is no memory")) from error
     except OverflowError as error:
-        raise ValueError(too_large(spec.policy, f"a work list of more than {UNLIMITED} query tokens")) from error
+        raise ValueError(too_large(spec.policy, f"a work list of more than {MAX_INT32} query tokens")) from error
     kept = StepTables(last.tables.block_table, batch.seq_lens.copy(), batch.query_start_loc.copy(), batch.window)
     return Planned(
         work=work,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
+from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.split_schedule import heaviest_first, scheduled_splits, split_evenly, weight_of
@@ -119,7 +120,7 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
             in_pack += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
         num_queries += in_pack
         num_tiles += 1 if in_pack <= queries_per_tile else (in_pack - 1) // queries_per_tile + 1
-    if num_queries > UNLIMITED:
+    if num_queries > MAX_INT32:
         raise OverflowError("query tokens of packs")
     tiles = np.empty((num_tiles, ITEM_COLUMNS), np.int32)
     query = np.empty(num_queries, np.int32)
@@ -135,7 +136,7 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
                 filled += 1
         for query_start in range(begin, filled, queries_per_tile):
             query_end = min(query_start + queries_per_tile, filled)
-            lowest, end = UNLIMITED, 0
+            lowest, end = MAX_INT32, 0
             for i in range(query_start, query_end):
                 lowest = min(lowest, position[i])
                 end = max(end, position[i] + 1)
@@ -209,7 +210,7 @@ def emit(packs, row_tiles, splits, window, rule, num_queries):
         begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])
         while begin < end:
             split_end = _split_end(rule.fixed_chunk, begin, end, np.int64(splits[t]))
-            first, lowest, seen_end = filled, UNLIMITED, 0
+            first, lowest, seen_end = filled, MAX_INT32, 0
             for i in range(tiles[t, QUERY_START], tiles[t, QUERY_END]):
                 if position[i] >= begin and position[i] + 1 - window < split_end:  # it sees a token of this split
                     queries[filled] = query[i]

@@ -20,6 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.numerics import MAX_INT32
+
 # Columns of WorkList.items
 KV_ROW: Final = 0  # row of the block table that holds the pages of the item's KV
 KV_START: Final = 1  # first token
@@ -41,9 +43,9 @@ SEGMENT_COLUMNS: Final = 3
 
 # A batch-invariant plan of packs cuts each sequence at multiples of this many tokens, whatever the other requests are.
 # Plans of row tiles have longer spans (`tiles.batch_invariant`).
-INVARIANT_SPAN_TOKENS: Final = 256
+PACK_SPAN_TOKENS: Final = 256
 
-UNLIMITED: Final = 2**31 - 1  # stands for no sliding window
+UNLIMITED: Final = MAX_INT32  # stands for no sliding window
 
 DIRECT: Final = -1  # in place of a partial slot: all KV of the query is in this item, which writes the output
 

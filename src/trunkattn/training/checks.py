@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from trunkattn.numerics import MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS
+from trunkattn.numerics import MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS, MAX_INT32
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import PrefixTree
 from trunkattn.validate import check_dense, check_int, check_plain, check_positive
@@ -49,7 +49,7 @@ def check(q: Any, k: Any, v: Any, options: Options) -> None:
         expected = f"at most {MAX_GPU_SOFT_CAP:g} on a GPU, or None for no cap"
         raise ValueError(f"logits_soft_cap={options.logits_soft_cap}: expected {expected}")
     if options.sliding_window is not None:
-        check_int("sliding_window", options.sliding_window, 1, torch.iinfo(torch.int32).max)
+        check_int("sliding_window", options.sliding_window, 1, MAX_INT32)
 
 
 def check_nested(q: Any, k: Any, v: Any, options: Options) -> None:

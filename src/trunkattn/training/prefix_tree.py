@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trunkattn.derivatives import check_none
+from trunkattn.numerics import MAX_INT32
 from trunkattn.training.sequences import TreeTables, table_length
 from trunkattn.training.token_trie import (
     Segments,
@@ -29,7 +30,7 @@ from trunkattn.training.token_trie import (
 from trunkattn.validate import check_dense, check_int, has_memory
 
 _Made = TypeVar("_Made")
-_MOST_TOKENS: Final = int(np.iinfo(np.int32).max) // 4 * 4  # tables hold whole fours of them, counted in int32
+_MOST_TOKENS: Final = MAX_INT32 // 4 * 4  # tables hold whole fours of them, counted in int32
 
 
 class PackedTree(NamedTuple):

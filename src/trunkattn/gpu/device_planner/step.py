@@ -18,6 +18,7 @@ from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, Device
 from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, place_chunks
 from trunkattn.gpu.graphs import GraphCache
 from trunkattn.gpu.step_choice import BATCH_INVARIANT
+from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import ITEM_COLUMNS, QUERY_END, SEGMENT_COLUMNS, SEGMENT_END, TileLimits, TileList
@@ -102,7 +103,7 @@ class OnDevice:
         device: torch.device,
     ) -> None:
         most = {  # places in the cache are int32, and the sort key of a request is one int64
-            "num_pages": int(np.iinfo(np.int32).max) // rule.page_size,
+            "num_pages": MAX_INT32 // rule.page_size,
             "max_requests": MOST_ROWS,
             "max_pages_per_request": MOST_COLUMNS,
         }

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
+from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.packs.cost import CostModel, partial_cost, read_cost
 from trunkattn.planner.prefix_forest import ROOT, Forest
-from trunkattn.planner.work_list import UNLIMITED
 
 _PAT_TOKENS_PER_QUERY: Final = 4  # what one query's partial costs, in tokens read
 
@@ -154,7 +154,7 @@ def collect_packs(forest, start, first_visible):
                 rows_of[node] += 1
                 total += 1
             node = above
-    if total > UNLIMITED:
+    if total > MAX_INT32:
         raise OverflowError("rows of packs")
     num_packs = 0
     for node in range(num_nodes):
@@ -198,7 +198,7 @@ def packing_cost(forest, start, first_visible, query_lens, model):
     # The last entries stand for ROOT, which is -1.
     num_packs = np.zeros(num_nodes + 1, np.int64)  # on the way from the node, which is included, to token 0
     queries = np.zeros(num_nodes + 1, np.int64)  # of the node's pack
-    lowest = np.full(num_nodes + 1, UNLIMITED, np.int32)  # the first token that any of them sees
+    lowest = np.full(num_nodes + 1, MAX_INT32, np.int32)  # the first token that any of them sees
     for node in range(num_nodes):
         above = start[node]
         num_packs[node] = num_packs[above] + (ends[node] > end_of(forest, above))
