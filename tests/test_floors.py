@@ -295,6 +295,46 @@ def test_a_circle_is_found(late: str) -> None:
     assert circles(import_graph(files | {"trunkattn.gpu.launch": "import torch"})) == []
 
 
+def borrowed_names(files: dict[str, str]) -> list[str]:
+    """Names that a module takes from another one which only imports them. Packages hand names on by design."""
+    trees = {module: ast.parse(source) for module, source in files.items()}
+    packages = {module.rpartition(".")[0] for module in files}
+    imports = {
+        module: {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        for module, tree in trees.items()
+    }
+    return [
+        f"{module}:{node.lineno} takes {alias.name} from {node.module}, which imports it"
+        for module, tree in sorted(trees.items())
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in files and node.module not in packages
+        for alias in node.names
+        if alias.name in imports[node.module]
+    ]
+
+
+def test_names_are_imported_from_their_own_module() -> None:
+    found = borrowed_names(sources())
+    assert not found, "\n".join(found)
+
+
+def test_a_borrowed_name_is_found() -> None:
+    files = {
+        "trunkattn.gpu": "from trunkattn.gpu.layer import Geometry",
+        "trunkattn.gpu.layer": "class Geometry: ...",
+        "trunkattn.gpu.launch": "from trunkattn.gpu.layer import Geometry",
+        "trunkattn.gpu.good": "from trunkattn.gpu.layer import Geometry\nfrom trunkattn.gpu import layer",
+    }
+    assert borrowed_names(files) == []
+    bad = files | {"trunkattn.gpu.bad": "def f():\n    from trunkattn.gpu.launch import Geometry"}
+    assert len(borrowed_names(bad)) == 1
+
+
 def test_every_file_stands_in_the_house() -> None:
     """A file at the top is named in the table; everything else is in a folder that is."""
     files, folders = SOURCE.glob("*.py"), SOURCE.glob("*/__init__.py")

@@ -35,10 +35,10 @@ from trunkattn.gpu.portable.spec import DECODE_TILES
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.device import CardTimes
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import candidates as tiling
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.work_list import UNLIMITED
 
 RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256")
 

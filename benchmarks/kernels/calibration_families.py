@@ -24,10 +24,10 @@ from trunkattn.gpu.steps import make_rule
 from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import StageLoads, stage_loads, tilings_ns
 from trunkattn.planner.tiles.layout import make_entries
+from trunkattn.planner.work_list import UNLIMITED
 
 LATENT_SCALE: Final = 192**-0.5  # of DeepSeek-V3's heads
 Times = NDArray[np.float64]

@@ -19,10 +19,9 @@ from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.device import CardTimes
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import UNLIMITED, TileList
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from trunkattn.inputs import (
 )
 from trunkattn.interrupts import held_interrupts
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import PlanStats
+from trunkattn.planner.work_list import UNLIMITED, PlanStats
 from trunkattn.validate import check_int
 
 

@@ -24,10 +24,10 @@ from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planned, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
-from trunkattn.planner.splitting import UNLIMITED, split_rule
+from trunkattn.planner.splitting import split_rule
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, tile_work
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import Step
 from .kernel_cases import make_card, plan_with

@@ -25,7 +25,7 @@ from trunkattn.gpu.device_planner import planner, prompt_chunks
 from trunkattn.gpu.planner_compilation import compile_ahead
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 CPU = torch.device("cpu")
 PLAIN = AttentionConfig(8, 2, 128, 16, torch.bfloat16)

@@ -16,7 +16,7 @@ from trunkattn import AttentionConfig, Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import paged_attention
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from trunkattn import BatchAttention, Capacity
 from trunkattn.attention import Plan
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 from .test_backend import CONFIG, caches, card, expected, run
 

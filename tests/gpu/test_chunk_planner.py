@@ -15,7 +15,7 @@ from trunkattn.gpu.device_planner.step import DeviceTiles
 from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.portable.spec import PREFILL_TILE
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 from .test_backend import CONFIG, caches, card, expected, plan, run
 

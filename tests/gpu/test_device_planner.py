@@ -20,9 +20,8 @@ from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
-from trunkattn.planner.work_list import TileLimits
+from trunkattn.planner.work_list import UNLIMITED, TileLimits
 
 from ..compiling import compile_report
 from ..planner.specs import as_batch, forest_of, make_batch

@@ -11,8 +11,8 @@ from trunkattn.gpu.device_planner.step import DeviceTiles, OnDevice
 from trunkattn.gpu.layer import Geometry
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.step import GpuStep
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import candidates, tile_limits
+from trunkattn.planner.work_list import UNLIMITED
 
 from ..planner.tile_cases import TREE_BATCH, make_rule, predicted
 from .kernel_cases import CPU, kernels_with, make_card, reserved

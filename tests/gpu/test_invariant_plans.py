@@ -16,10 +16,9 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.check import _check_spans, check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule
-from trunkattn.planner.work_list import QUERY_START, SEGMENT_SHARED_END, SEGMENT_START, TileList
+from trunkattn.planner.work_list import QUERY_START, SEGMENT_SHARED_END, SEGMENT_START, UNLIMITED, TileList
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import SEEDS, make_rule

@@ -18,7 +18,7 @@ from trunkattn.gpu.kernel import KERNELS, Choice, Kernel, Work, choose, kernels_
 from trunkattn.gpu.portable.spec import INVARIANT_TILE
 from trunkattn.gpu.tiles import GpuTile, PrefillTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.spec import TrainingConfig
 
 from .kernel_cases import CPU, make_card

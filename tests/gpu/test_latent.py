@@ -22,7 +22,7 @@ from trunkattn.gpu.mla import spec
 from trunkattn.gpu.portable.write_kv import write_on_gpu
 from trunkattn.inputs import LayerInputs, of_layer
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import latent_attention
 
 from ..attention.cases import fraction

@@ -20,7 +20,7 @@ from trunkattn.gpu.portable import merge
 from trunkattn.gpu.portable.spec import merge_tile
 from trunkattn.gpu.tiles import MergeTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 HEADS = ((8, 2), (12, 4), (7, 1))  # query heads, KV heads

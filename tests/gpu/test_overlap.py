@@ -22,10 +22,9 @@ from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.gpu.portable import decode, prefill
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling
 from trunkattn.planner.tiles.overlap import ChunkTimes
-from trunkattn.planner.work_list import TileList
+from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import fraction
 from .kernel_cases import CPU, make_card

@@ -22,7 +22,7 @@ from trunkattn.gpu.compiling import compiled_together
 from trunkattn.inputs import LayerInputs
 from trunkattn.integrations.warm_up import warm_prompts
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 CPU = torch.device("cpu")
 CARD = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)

@@ -10,7 +10,7 @@ import torch
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.integrations.sglang.tables import Requests, pages
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import paged_attention
 
 from ..gpu.test_backend import CONFIG, card, run

@@ -11,9 +11,9 @@ from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import Capacity
 from trunkattn.gpu.portable.spec import INVARIANT_TILE
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule, candidates
+from trunkattn.planner.work_list import UNLIMITED
 
 from ..gpu.device_cases import ROOMY, Planned, capacity_for, prepare
 from ..gpu.kernel_cases import make_card

@@ -6,7 +6,8 @@ from benchmarks.workloads import PagedBatch
 from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.planner import PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED, SplitRule
+from trunkattn.planner.splitting import SplitRule
+from trunkattn.planner.work_list import UNLIMITED
 
 MODEL = CostModel(kv_bytes=4096, partial_bytes=10_000, item_bytes=2000, queries_per_tile=64, group_size=4)
 # One slot for many heads: nothing is cut to fill slots.

@@ -13,7 +13,7 @@ from trunkattn.config import POLICIES
 from trunkattn.planner import planner as planner_module
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner, StepTables
-from trunkattn.planner.splitting import UNLIMITED
+from trunkattn.planner.work_list import UNLIMITED
 
 from .specs import make_batch, make_spec, random_spec
 

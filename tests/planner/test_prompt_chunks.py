@@ -14,8 +14,8 @@ from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
 from trunkattn.planner.prompt_chunks import chunk_limits, divide, join, limits_broken, whole_chunks
-from trunkattn.planner.splitting import UNLIMITED, split_rule
-from trunkattn.planner.work_list import DIRECT, TileList
+from trunkattn.planner.splitting import split_rule
+from trunkattn.planner.work_list import DIRECT, UNLIMITED, TileList
 
 from .specs import as_batch, make_batch
 

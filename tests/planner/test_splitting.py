@@ -9,8 +9,8 @@ from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.packs.policies import Packs
 from trunkattn.planner.planner import Planned, Planner, StepTables
-from trunkattn.planner.splitting import UNLIMITED, SplitRule, cut_packs, split_rule, split_tiles
-from trunkattn.planner.work_list import DIRECT
+from trunkattn.planner.splitting import SplitRule, cut_packs, split_rule, split_tiles
+from trunkattn.planner.work_list import DIRECT, UNLIMITED
 
 from .specs import MODEL, UNCUT, make_batch, make_spec
 

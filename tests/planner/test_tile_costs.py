@@ -8,10 +8,10 @@ from hypothesis import given
 
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, price, stages_of
+from trunkattn.planner.work_list import UNLIMITED
 
 from .specs import forest_of
 from .tile_cases import CARD_TIMES, TREE_BATCH, cases, make_rule

@@ -15,7 +15,6 @@ from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import Planner, StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.candidates import (
@@ -35,6 +34,7 @@ from trunkattn.planner.work_list import (
     SEGMENT_END,
     SEGMENT_SHARED_END,
     SEGMENT_START,
+    UNLIMITED,
     TileList,
 )
 

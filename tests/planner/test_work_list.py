@@ -12,8 +12,7 @@ from benchmarks.workloads import random_forest
 from trunkattn.config import POLICIES
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner
-from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, WorkList
+from trunkattn.planner.work_list import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED, WorkList
 
 from .specs import MODEL, UNCUT, as_batch, make_batch, make_spec, random_spec
 

@@ -12,10 +12,9 @@ from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.work_list import TileLimits, TileList
+from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
 from .specs import as_batch, forest_of
 

@@ -18,8 +18,7 @@ from trunkattn.inputs import StepInputs, check_step
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
-from trunkattn.planner.work_list import PlanStats
+from trunkattn.planner.work_list import UNLIMITED, PlanStats
 
 _CPU: Final = torch.device("cpu")
 

@@ -24,9 +24,9 @@ from trunkattn.gpu.tiles import gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.step import TiledStep
+from trunkattn.planner.work_list import UNLIMITED
 
 _SHARPNESS: Final = 4  # exponent of the transition from steps bound by weight reads to steps bound by arithmetic
 _LOGITS: Final = 128_256  # the vocabulary for which `EngineTimes.sequence_us` was fitted

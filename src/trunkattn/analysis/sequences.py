@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from trunkattn.attention import AttentionConfig, BatchAttention
-from trunkattn.config import Capacity
+from trunkattn.attention import BatchAttention
+from trunkattn.config import AttentionConfig, Capacity
+from trunkattn.dtypes import dtype_name
 from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
 from trunkattn.engine.expanded import ChunkExpansion
 from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes

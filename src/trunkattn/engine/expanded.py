@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trunkattn.attention import AttentionConfig, BatchAttention, Plan
+from trunkattn.attention import BatchAttention, Plan
+from trunkattn.config import AttentionConfig
 from trunkattn.engine.latent import HeadWidths, LatentHeads
 
 # Keys and values of as many heads are made at once as need no more memory, and at least those of one head, which are

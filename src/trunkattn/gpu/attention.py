@@ -25,8 +25,8 @@ from trunkattn.inputs import LayerInputs, PromptChunks
 from trunkattn.numerics import GPU_OFFSET_END
 from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.prompt_chunks import Division, join
-from trunkattn.planner.splitting import UNLIMITED
 from trunkattn.planner.tiles.candidates import query_positions
+from trunkattn.planner.work_list import UNLIMITED
 
 
 def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "GpuBackend":

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.portable.online_softmax import LOG2_E
+from trunkattn.numerics import padded_head_dim
 from trunkattn.training.backward_keys import KeysTensors, bind_key_gradients
 from trunkattn.training.backward_queries import QueriesTensors, bind_query_gradients
 from trunkattn.training.common import (
@@ -25,7 +26,6 @@ from trunkattn.training.common import (
     arguments,
     contiguous_or_none,
     load_tile,
-    padded_head_dim,
     readable,
     with_batch,
     with_tables,

@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.analysis.formats.base import Entry, Hashes, Line, Parse, Repeated, SkippedLine, Told, each
+from trunkattn.analysis.formats.base import Entry, Hashes, Line, Parse, Repeated, Told, each
+from trunkattn.analysis.records import SkippedLine
 
 _NONE = -1  # no span, or no call
 _DEEPEST = 64  # the most spans of other work between two spans of one call
