@@ -107,8 +107,8 @@ class Overlap:
     @cached_property
     def leftover(self) -> TileStage:
         """The stage of the separate launch for items that are not co-scheduled."""
-        (launch,) = stages_of(self.rule, Tiling(0, waves=0))
-        return launch
+        (stage,) = stages_of(self.rule, Tiling(0, waves=0))
+        return stage
 
     def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[int, Overlapped]:
         """The candidate (among `numbers`, all single-height low tilings) whose step ends first."""

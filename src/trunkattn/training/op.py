@@ -58,6 +58,12 @@ def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
     )
 
 
+def _is_deterministic(*options: Any) -> bool:
+    """Whether the last arguments of an op ask for gradients that are bit-equal over repeated runs."""
+    *_, (_, _, deterministic), _, _ = options
+    return bool(deterministic)
+
+
 def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType:
     """The source of the first kernel that computes some work on the card of q, k and v and can read them; the portable
     kernel reads all. `options` are those of a `TrainingConfig`."""
@@ -98,7 +104,7 @@ def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: An
 
 
 def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
-    given, deterministic = _sequences(*options), bool(options[5][2])
+    given, deterministic = _sequences(*options), _is_deterministic(*options)
     asked = given.options + given.layout(q, k) + ("deterministic",) * deterministic
     forward = _kernel(Work.FORWARD, (q, k, v), asked).forward
     with torch.cuda.device(q.device):  # launches go to the current device
@@ -133,7 +139,7 @@ def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) ->
 
 def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, out, lse, *options = saved
-    given, deterministic = _sequences(*options), bool(options[5][2])
+    given, deterministic = _sequences(*options), _is_deterministic(*options)
     backward = _kernel(Work.BACKWARD, (q, k, v), given.options + ("deterministic",) * deterministic).backward
     with torch.cuda.device(q.device):
         found: tuple[torch.Tensor, ...] = backward((dout, dlse), (q, k, v, out, lse), given, deterministic)

@@ -49,6 +49,16 @@ class SpanEntries(NamedTuple):
     shared: NDArray[np.int32]
 
 
+class _Sizes(NamedTuple):
+    """Sizes that a tile list depends on."""
+
+    height: int  # the most query tokens of an item
+    window: int
+    segment_size: int  # tokens
+    page_size: int  # tokens
+    block_segments: int  # segments of a block
+
+
 class _Arrays(NamedTuple):
     """Fields of a TileList, in a form that compiled functions return."""
 
@@ -66,8 +76,13 @@ def invariant_list(rule: TilingRule, forest: Forest, batch: StepTables) -> TileL
     others."""
     entries = _entries(forest, batch.seq_lens, batch.query_start_loc)
     (tile,) = rule.tiles
-    block_segments = tile.block_tokens // rule.segment_size
-    sizes = tile.entries(rule.group_size), batch.window, rule.segment_size, rule.page_size, block_segments
+    sizes = _Sizes(
+        height=tile.entries(rule.group_size),
+        window=batch.window,
+        segment_size=rule.segment_size,
+        page_size=rule.page_size,
+        block_segments=tile.block_tokens // rule.segment_size,
+    )
     arrays: _Arrays = _emit(entries, batch.seq_lens, batch.block_table, sizes)
     return TileList(
         **arrays._asdict(),
@@ -153,7 +168,7 @@ def _first_seen(entries, first, last, window):
 def _list_segments(segments, row, begin, first_seen, count, seq_lens, table, sizes):
     """Lists the segments of a span from token `begin` on, for an item of `count` entries. A segment that is outside the
     windows of all entries stays empty, so that all others keep their places."""
-    _, _, segment_size, page_size, _ = sizes
+    segment_size, page_size = sizes.segment_size, sizes.page_size
     for i in range(len(segments)):
         token = begin + i * segment_size
         if token + segment_size > first_seen:
@@ -181,9 +196,8 @@ def _count_items(entries, num_spans, height, window, segment_size):
 
 @njit
 def _emit(entries, seq_lens, table, sizes):
-    """Returns the arrays of a tile list. sizes: query tokens of an item, window, tokens of a segment and of a page,
-    segments of a block."""
-    height, window, segment_size, _, block_segments = sizes
+    """Returns the arrays of a tile list."""
+    height, window, segment_size = sizes.height, sizes.window, sizes.segment_size
     count, per_item = len(entries.query), SPAN_TOKENS // segment_size
     first_span, num_partials = np.zeros(count, np.int64), np.zeros(count, np.int64)
     num_spans = np.int64(0)
@@ -220,7 +234,8 @@ def _emit(entries, seq_lens, table, sizes):
             ending, other = ending + (item < num_ending), other + (item >= num_ending)
             begin, first_seen = item * per_item, _first_seen(entries, first, entry, window)
             # Leading blocks that nobody sees are not computed. All other keys keep their place in their block.
-            hidden = max(0, first_seen - span * SPAN_TOKENS) // (block_segments * segment_size) * block_segments
+            hidden = max(0, first_seen - span * SPAN_TOKENS) // (sizes.block_segments * segment_size)
+            hidden *= sizes.block_segments
             items[item, SEGMENT_START], items[item, SEGMENT_SHARED_END] = begin + hidden, begin + hidden
             items[item, SEGMENT_END] = begin + used
             items[item, QUERY_START], items[item, QUERY_END] = at - (entry + 1 - first), at

@@ -224,7 +224,7 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
     """The loads of `stages` [stages, fields of Stage]. Their num_splits are ignored."""
     most = np.int64(0)
     for i in range(len(stages)):
-        most += (len(entries.query) + stages[i, 0] - 1) // stages[i, 0]
+        most += tiles_of(np.int64(len(entries.query)), stage_of(stages[i]))
     blocks = np.empty((most, 4), np.int64)
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)

@@ -307,7 +307,7 @@ def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
 
 
 @njit(inner=True)
-def heaviest_first(outline, num_entries):
+def ordered_items(outline, num_entries):
     """The items of a stage in the order of `finish`, if no item merges, and the number of partial slots."""
     items, partials = outline.items, np.zeros(num_entries, np.int64)
     lengths = np.empty(len(items), np.int64)

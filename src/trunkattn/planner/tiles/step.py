@@ -12,7 +12,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, launches_of, stage_of_row
 from trunkattn.planner.tiles.cost import stage_loads, tilings_fit, tilings_ns
-from trunkattn.planner.tiles.layout import Entries, emit_stage, heaviest_first, make_entries, outline_stage, stage_of
+from trunkattn.planner.tiles.layout import Entries, emit_stage, make_entries, ordered_items, outline_stage, stage_of
 from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
 from trunkattn.planner.work_list import TileLimits, TileList
@@ -120,7 +120,7 @@ def _overlap(source, candidates, chunks, overlap, leftover, costs):
         stage = stage_of(stages[which], num_splits)
         assert stage.subtiles == 1 and uses[number, 1, 0] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
-        items, num_slots = heaviest_first(outline, len(entries.query))
+        items, num_slots = ordered_items(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.tile_index, costs)
         if best_number < 0 or found.total_ns < best.total_ns:
             best_number, best = number, found
