@@ -1,4 +1,4 @@
-"""Dtypes of queries and of KV caches.
+"""Dtypes of queries and of KV caches, and their names.
 
 Neither Numba nor Triton is imported here, so that a configuration can be made without a compiler.
 """
@@ -21,3 +21,13 @@ KV_KINDS: Final = MappingProxyType(
         torch.float8_e5m2: (FLOAT8_E5M2, torch.uint8),
     }
 )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")

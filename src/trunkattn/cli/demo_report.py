@@ -24,6 +24,7 @@ from trunkattn.cli.measure import (
     megabytes,
     snapshot,
 )
+from trunkattn.dtypes import dtype_name
 from trunkattn.engine import LLM, RequestOutput
 from trunkattn.kv_cache.manager import SlotUsage
 from trunkattn.names import install_command
@@ -113,7 +114,7 @@ def summarise(
             "prompt_tokens": [min(lengths), max(lengths)],
             "page_size": llm.config.page_size,
             "max_model_len": max_model_len,
-            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(llm.model.dtype),
             "threads": torch.get_num_threads(),
             "machine": platform.machine(),
             "versions": {name: version(name) for name in ("torch", "transformers", "numba")},

@@ -55,6 +55,8 @@ def place(llm: "LLM") -> str:
     """Where a model runs and in which type, in words, such as "the CPU in float32"."""
     import torch
 
+    from trunkattn.dtypes import dtype_name
+
     device = llm.info.device
     name = "the CPU" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{name} in {str(llm.info.dtype).removeprefix('torch.')}"
+    return f"{name} in {dtype_name(llm.info.dtype)}"

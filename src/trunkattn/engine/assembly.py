@@ -104,7 +104,7 @@ def check_memory(info: ModelInfo) -> None:
         kind = "memory" if info.device.type == "cpu" else "free memory"
         raise ValueError(
             f"model={str(info.files.path)!r}: its {info.geometry.num_parameters:,} weights take {num_bytes} bytes as "
-            f"{str(info.dtype).removeprefix('torch.')}, and the {kind} of {info.device} is {free} bytes; expected a "
+            f"{dtype_name(info.dtype)}, and the {kind} of {info.device} is {free} bytes; expected a "
             f"model that fits, or the sizes of the right one in its config.json"
         )
 

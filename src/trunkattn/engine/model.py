@@ -22,6 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from trunkattn.config import AttentionConfig
+from trunkattn.dtypes import dtype_name
 from trunkattn.engine.fused_norm import fuse_norms
 from trunkattn.engine.gguf_config import gguf_config
 from trunkattn.engine.gguf_header import read_header
@@ -333,7 +334,7 @@ def _dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.d
         return getattr(torch, name)
     if isinstance(config.dtype, torch.dtype) and not config.dtype.is_floating_point:
         raise ValueError(
-            f"model: its configuration has dtype={str(config.dtype).removeprefix('torch.')!r}: expected one in which "
+            f"model: its configuration has dtype={dtype_name(config.dtype)!r}: expected one in which "
             f"weights are stored, such as bfloat16; correct its config.json"
         )
     return config.dtype if isinstance(config.dtype, torch.dtype) and device.type != "cpu" else torch.float32

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from trunkattn.config import AttentionConfig
+from trunkattn.dtypes import dtype_name
 from trunkattn.gpu.cards import Card
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable.spec import (
@@ -83,11 +84,11 @@ class HopperTile(NamedTuple):
 TILES: Final = MappingProxyType(
     {
         (Source.LOADED, 64): HopperTile(
-            128,
-            2,
-            TileTimes((2000, 2130), (1300, 1100)),
-            TileTimes((2270, 1640), (1280, 1090)),
-            TileTimes((3520, 1160), (1240, 1090)),
+            block_n=128,
+            ctas_per_sm=2,
+            low=TileTimes((2000, 2130), (1300, 1100)),
+            middle=TileTimes((2270, 1640), (1280, 1090)),
+            tall=TileTimes((3520, 1160), (1240, 1090)),
         ),
         (Source.LOADED, 128): HopperTile(
             block_n=64,
@@ -98,53 +99,53 @@ TILES: Final = MappingProxyType(
             low_read_percent=98,
         ),
         (Source.LOADED, 256): HopperTile(
-            32,
-            2,
-            TileTimes((1390, 1510), (1030, 600)),
-            TileTimes((1470, 1740), (760, 590)),
-            TileTimes((2250, 680), (720, 590)),
+            block_n=32,
+            ctas_per_sm=2,
+            low=TileTimes((1390, 1510), (1030, 600)),
+            middle=TileTimes((1470, 1740), (760, 590)),
+            tall=TileTimes((2250, 680), (720, 590)),
         ),
         (Source.WIDENED, 64): HopperTile(
-            128,
-            2,
-            None,
-            TileTimes((1960, 1520), (1270, 830)),
-            TileTimes((1880, 1490), (1130, 810)),
+            block_n=128,
+            ctas_per_sm=2,
+            low=None,
+            middle=TileTimes((1960, 1520), (1270, 830)),
+            tall=TileTimes((1880, 1490), (1130, 810)),
         ),
         (Source.WIDENED, 128): HopperTile(
-            64,
-            2,
-            None,
-            TileTimes((1960, 1520), (1270, 830)),
-            TileTimes((1880, 1490), (1130, 810)),
+            block_n=64,
+            ctas_per_sm=2,
+            low=None,
+            middle=TileTimes((1960, 1520), (1270, 830)),
+            tall=TileTimes((1880, 1490), (1130, 810)),
         ),
         (Source.WIDENED, 256): HopperTile(
-            64,
-            1,
-            TileTimes((1360, 1340), (1060, 1060)),
-            TileTimes((1190, 1270), (1080, 1050)),
-            TileTimes((1330, 1210), (1070, 1060)),
+            block_n=64,
+            ctas_per_sm=1,
+            low=TileTimes((1360, 1340), (1060, 1060)),
+            middle=TileTimes((1190, 1270), (1080, 1050)),
+            tall=TileTimes((1330, 1210), (1070, 1060)),
         ),
         (Source.GATHERED, 64): HopperTile(
-            64,
-            2,
-            TileTimes((390, 490), (4000, 3380)),
-            TileTimes((2070, 1200), (1300, 760)),
-            TileTimes((2660, 730), (1270, 980)),
+            block_n=64,
+            ctas_per_sm=2,
+            low=TileTimes((390, 490), (4000, 3380)),
+            middle=TileTimes((2070, 1200), (1300, 760)),
+            tall=TileTimes((2660, 730), (1270, 980)),
         ),
         (Source.GATHERED, 128): HopperTile(
-            64,
-            2,
-            TileTimes((2830, 3730), (2130, 1890)),
-            TileTimes((2460, 2060), (1550, 940)),
-            TileTimes((2850, 1930), (1490, 930)),
+            block_n=64,
+            ctas_per_sm=2,
+            low=TileTimes((2830, 3730), (2130, 1890)),
+            middle=TileTimes((2460, 2060), (1550, 940)),
+            tall=TileTimes((2850, 1930), (1490, 930)),
         ),
         (Source.GATHERED, 256): HopperTile(
-            64,
-            1,
-            None,
-            TileTimes((1190, 1270), (1080, 1050)),
-            TileTimes((1330, 1210), (1070, 1060)),
+            block_n=64,
+            ctas_per_sm=1,
+            low=None,
+            middle=TileTimes((1190, 1270), (1080, 1050)),
+            tall=TileTimes((1330, 1210), (1070, 1060)),
         ),
     }
 )
@@ -219,7 +220,7 @@ def _decode_misfits(config: AttentionConfig) -> list[str]:
     misfits = _misfits(config, heads, DTYPES_8_BIT)
     padded, has_8_bits = config.head_dim in PADDED_HEAD_DIMS, config.cache_dtype.itemsize == 1
     if padded and has_8_bits:
-        misfits.append(f"{_name(config.cache_dtype)} caches of heads of {config.head_dim}: expected 16 bits")
+        misfits.append(f"{dtype_name(config.cache_dtype)} caches of heads of {config.head_dim}: expected 16 bits")
     if config.page_size % PAGE_UNIT and (padded or (config.head_dim == max(HEAD_DIMS) and not has_8_bits)):
         misfits.append(
             f"page_size {config.page_size} with heads of {config.head_dim}: expected a multiple of {PAGE_UNIT}"
@@ -247,10 +248,10 @@ def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tupl
         return [READS_NO_LATENT]
     queries, cache, misfits = config.dtype, config.cache_dtype, list[str]()
     if queries not in DTYPES:
-        misfits.append(f"{_name(queries)} queries: expected bfloat16 or float16")
+        misfits.append(f"{dtype_name(queries)} queries: expected bfloat16 or float16")
     elif cache not in (queries, *other_caches):
         others = ", or 8 bits" * bool(other_caches)
-        misfits.append(f"{_name(cache)} caches: expected {_name(queries)}, as the queries{others}")
+        misfits.append(f"{dtype_name(cache)} caches: expected {dtype_name(queries)}, as the queries{others}")
     if config.head_dim not in heads:
         *most, last = heads
         misfits.append(f"head_dim {config.head_dim}: expected {', '.join(map(str, most))} or {last}")
@@ -259,10 +260,6 @@ def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tupl
     if config.group_size > DECODE_ROWS:
         misfits.append(f"{config.group_size} query heads per KV head: expected at most {DECODE_ROWS}")
     return misfits
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from trunkattn.config import AttentionConfig
+from trunkattn.dtypes import dtype_name
 from trunkattn.gpu.cards import E4M3_NEEDS, Card
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.tiles import GpuTile
@@ -68,9 +69,9 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
     if (latent, rope) != (LATENT_DIM, ROPE_DIM):
         reasons.append(f"rows of {latent} + {rope} numbers: expected {LATENT_DIM} + {ROPE_DIM}")
     if config.dtype not in _DTYPES:
-        reasons.append(f"{_name(config.dtype)} queries: expected bfloat16 or float16")
+        reasons.append(f"{dtype_name(config.dtype)} queries: expected bfloat16 or float16")
     elif config.cache_dtype != config.dtype:
-        reasons.append(f"{_name(config.cache_dtype)} caches: expected {_name(config.dtype)}, as the queries")
+        reasons.append(f"{dtype_name(config.cache_dtype)} caches: expected {dtype_name(config.dtype)}, as the queries")
     if config.page_size % PAGE_UNIT:
         reasons.append(f"page_size {config.page_size}: expected a multiple of {PAGE_UNIT}")
     if config.logits_soft_cap is not None:
@@ -131,7 +132,3 @@ def portable_tile(rows: int, keys: int) -> GpuTile:
     warps = 4 if rows == 16 else 8
     shape = replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys)
     return replace(shape, kernel=PORTABLE, blocks_at_once=1)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
