@@ -81,8 +81,7 @@ class LLM:
         for name, value in options.items():
             if name not in known:
                 raise TypeError(f"{name}={value!r}: there is no such option; expected one of {', '.join(known)}")
-        self.config = EngineConfig(**options)
-        config = self.config
+        self.config = config = EngineConfig(**options)
         info = inspect_model(
             model,
             config.dtype_name,
@@ -91,29 +90,29 @@ class LLM:
             config.trust_remote_code,
             config.kv_cache_dtype,
         )
-        attention_config(info, self.config)
-        size_cache(info, self.config)
+        attention_config(info, config)
+        size_cache(info, config)
         check_memory(info)
         self.info = info
         self.tokenizer = load_tokenizer(info.files)
         self.model = load_model(info, config.quantization)
-        num_pages, max_model_len = size_cache(info, self.config, self.model)
-        self.kv_cache = make_cache(info, self.config.page_size, num_pages)
-        self._runner = make_runner(self.model, info, self.config, self.kv_cache, max_model_len)
+        num_pages, max_model_len = size_cache(info, config, self.model)
+        self.kv_cache = make_cache(info, config.page_size, num_pages)
+        self._runner = make_runner(self.model, info, config, self.kv_cache, max_model_len)
         if info.device.type == "cuda":
             self._runner.warm_up([1])  # compiles kernels, and shows whether the model can be captured
         scheduler = Scheduler(
-            CacheManager(num_pages, self.config.page_size, self.config.enable_prefix_caching),
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            self.config.scheduler_policy,
+            CacheManager(num_pages, config.page_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.scheduler_policy,
             keys_per_token(info),
-            self.config.max_step_seconds,
+            config.max_step_seconds,
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
         limited = ThreadLimit().applied if info.device.type == "cpu" else nullcontext
-        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, self.config.seed, limited)
+        self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, config.seed, limited)
         # Requests of all calls, with newest outputs that the calls have not seen
         self._unfetched: dict[str, RequestOutput | None] = {}
         self._turn = Turns()  # whoever has it may use the engine
