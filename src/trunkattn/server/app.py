@@ -143,7 +143,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
                 )
         most = service.llm.engine.limits.max_model_len
         answer = {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
-        return await _written(service, len(token_ids), answer)
+        return await _json_response(service, len(token_ids), answer)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -152,10 +152,10 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             body = await service.read(raw, DetokenizeRequest)
             service.check_model(body.model)
             text = await service.text(body.tokens)
-        return await _written(service, max(len(text), len(body.tokens)), {"prompt": text})
+        return await _json_response(service, max(len(text), len(body.tokens)), {"prompt": text})
 
 
-async def _written(service: Service, num_places: int, answer: dict[str, Any]) -> Response:
+async def _json_response(service: Service, num_places: int, answer: dict[str, Any]) -> Response:
     """The response of JSON. num_places: about how many tokens or characters it has."""
     written = await service.render(num_places, lambda rest: write_json(answer, rest))
     return Response(written, media_type=_JSON)

@@ -38,12 +38,12 @@ class AnswerFailed(Exception):
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON of an error."""
     message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…"
-    message, param = _written(message), None if param is None else _written(param)
+    message, param = _sendable(message), None if param is None else _sendable(param)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
-def _written(text: str) -> str:
+def _sendable(text: str) -> str:
     """A text that can be sent: half of a surrogate pair, which a request may name a field with, is a question mark."""
     return text.encode("utf-8", "replace").decode()
 

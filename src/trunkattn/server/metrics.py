@@ -100,10 +100,6 @@ class Metrics:
         """Adds the engine's counts."""
         self.registry.register(EngineCollector(engine, num_waiting, self._model))
 
-    def pace(self) -> "Pace":
-        """What takes the times of one request."""
-        return Pace(self)
-
     def count_prompt(self, num_tokens: int) -> None:
         """Counts the tokens of a prompt."""
         self.prompt_tokens.inc(num_tokens)
@@ -138,8 +134,8 @@ class Metrics:
         return ours, theirs.labels(self._model)
 
 
-class Pace:
-    """The times of one request, as its output grows."""
+class RequestTimes:
+    """The times of one request, which are counted as its output grows. metrics: where."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

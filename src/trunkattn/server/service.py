@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
@@ -23,7 +23,7 @@ from trunkattn.server.intake import AnyBody, read_body
 from trunkattn.server.json_size import json_size
 from trunkattn.server.lanes import Lanes, Rest, no_rest
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.metrics import Metrics
+from trunkattn.server.metrics import Metrics, RequestTimes
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import Message, Sampling, Tool
 from trunkattn.server.report import request_line
@@ -279,17 +279,17 @@ class Service:
     async def _grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
         arrived: asyncio.Queue[Grown | BaseException | None] = asyncio.Queue(1)  # readers set the pace
 
-        async def forward(prompt: int, outputs: AsyncIterator[RequestOutput]) -> None:
-            pace = self.metrics.pace()
+        async def forward(prompt: int, outputs: AsyncGenerator[RequestOutput, None]) -> None:
+            times = RequestTimes(self.metrics)
             try:
                 async for output in outputs:
-                    pace.grown(output)
+                    times.grown(output)
                     await arrived.put(Grown(prompt, output))
                 await arrived.put(None)
             except Exception as error:
                 await arrived.put(error)
             finally:
-                await outputs.aclose()  # type: ignore[attr-defined]
+                await outputs.aclose()
 
         tasks = [
             asyncio.ensure_future(forward(prompt, self.loop.stream(submission)))
