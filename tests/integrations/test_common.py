@@ -17,7 +17,6 @@ from trunkattn.integrations.common import (
     KvReadStats,
     LayerSpec,
     step_path,
-    with_regular_strides,
 )
 
 CPU = torch.device("cpu")
@@ -88,6 +87,14 @@ def test_steps_and_bytes_are_counted() -> None:
     )
 
 
+def test_bytes_are_counted_by_the_tokens_of_plans() -> None:
+    stats = KvReadStats(4, make_counters(), lambda *_: None)
+    stats.count_tokens([(10, 30), (5, 5)], [2, 100], num_requests=2)
+    assert (stats.traffic.read, stats.traffic.unshared) == (520, 560)
+    with pytest.raises(ValueError):
+        stats.count_tokens([(10, 30)], [2, 100], num_requests=2)
+
+
 def test_the_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     stats = KvReadStats(4, make_counters(), lambda message, *values: lines.append(message % values))
@@ -127,11 +134,3 @@ def test_a_full_ring_must_be_sent() -> None:
     assert traffic.is_full
     traffic.send()
     assert not traffic.is_full and [step.kv_tokens[0][0] for step in traffic.take()] == list(range(RING_STEPS))
-
-
-def test_strides_of_axes_of_size_one_become_regular() -> None:
-    cache = torch.randn(4, 16, 1, 32)
-    odd = cache.as_strided(cache.shape, (512, 32, 7, 1))
-    regular = with_regular_strides(odd)
-    assert regular.stride() == (512, 32, 32, 1) and torch.equal(regular, odd)
-    assert regular.data_ptr() == odd.data_ptr() and with_regular_strides(regular) is regular

@@ -1,21 +1,20 @@
 """The parts that plug-ins of several serving engines need. No engine is imported here.
 
 `LayerSpec` is the key of a step's plans. `KvReadStats` counts the KV bytes that attention reads, and `DeviceTraffic`
-fetches them from a GPU without a wait; `count_arrivals` brings the two together. `PrefillRows` are the rows of a step
-whose prompts another kernel computes.
+fetches them from a GPU without a wait; `count_arrivals` brings the two together.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Plan
+from trunkattn import AttentionConfig, Plan
 
 LOG_INTERVAL: Final = 10.0  # seconds between log lines, as in vLLM's own statistics
 PATHS: Final = ("decode", "mixed", "prefill", "full_graph")
@@ -76,46 +75,6 @@ class LayerSpec:
         found += ["sinks"] if self.sinks else []
         found += ["batch invariant"] if self.batch_invariant else []
         return ", ".join(found)
-
-
-@dataclass(frozen=True)
-class PrefillRows:
-    """The rows of a step after those that decode.
-
-    Attributes:
-        tokens: where their query tokens are among the step's.
-        query_start_loc: [rows + 1], begins with 0.
-        seq_lens, block_table: see `BatchAttention.plan`.
-        max_query_len: most query tokens of a row.
-        max_seq_len: an upper bound of `seq_lens`.
-        plans: for layers that only our own kernels can compute.
-        context_lens: where ranks share each request, the tokens before these rows that this rank holds; None: none of
-            the rows has any before it, on any rank.
-        max_context_len: an upper bound of `context_lens`, the same on every rank.
-    """
-
-    tokens: slice
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-    plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = field(default_factory=dict)
-    context_lens: torch.Tensor | None = None
-    max_context_len: int = 0
-
-
-def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:
-    """Returns a view of a cache with the regular stride on every axis of size 1.
-
-    Any stride is valid on such an axis, for example that of a single KV head. But FlashAttention passes it to the TMA,
-    which needs multiples of 16 bytes.
-    """
-    strides = list(cache.stride())
-    for axis in reversed(range(cache.dim() - 1)):
-        if cache.shape[axis] == 1:
-            strides[axis] = strides[axis + 1] * cache.shape[axis + 1]
-    return cache if tuple(strides) == cache.stride() else cache.as_strided(cache.shape, strides)
 
 
 def step_path(query_lens: torch.Tensor, decode_query_len: int) -> str:
@@ -234,6 +193,20 @@ class KvReadStats:
         self._counters.saved.inc(max(0, unshared - read))
         if read >= unshared:
             self.count_unshared("nothing_shared" if num_requests > 1 else "one_request")
+
+    def count_tokens(self, kv_tokens: Iterable[Sequence[int]], token_bytes: Iterable[int], num_requests: int) -> None:
+        """Counts the KV bytes of a step by the tokens of its plans.
+
+        Args:
+            kv_tokens: of each plan, tokens that it reads, and that it would read if each request read its own.
+            token_bytes: of each plan, bytes of one KV token in all layers that run it.
+            num_requests: see `count_read`.
+        """
+        read = unshared = 0
+        for (tokens, tokens_alone), size in zip(kv_tokens, token_bytes, strict=True):
+            read += tokens * size
+            unshared += tokens_alone * size
+        self.count_read(read, unshared, num_requests)
 
     def count_unshared(self, reason: str) -> None:
         """Counts a step in which nothing was shared, by its reason, one of `REASONS`."""
@@ -354,11 +327,10 @@ class DeviceTraffic:
         ]
 
 
-def count_step(stats: KvReadStats, step: StepTraffic, token_bytes: list[int]) -> None:
-    """Counts the KV bytes of one step. token_bytes: see `count_arrivals`."""
-    read = sum(tokens * size for (tokens, _), size in zip(step.kv_tokens, token_bytes, strict=True))
-    unshared = sum(tokens * size for (_, tokens), size in zip(step.kv_tokens, token_bytes, strict=True))
-    stats.count_read(read, unshared, step.num_requests)
+def tokens_of(plan: Plan) -> tuple[int, int]:
+    """KV tokens that a plan of the host reads, and those that it would read if each request read its own."""
+    stats = plan.stats
+    return stats.kv_tokens_read, stats.kv_tokens_per_query
 
 
 def count_arrivals(
@@ -374,7 +346,7 @@ def count_arrivals(
     """
     is_full = traffic.is_full
     for arrived in traffic.take(wait=is_full):
-        count_step(stats, arrived, token_bytes)
+        stats.count_tokens(arrived.kv_tokens, token_bytes, arrived.num_requests)
     bits = traffic.new_errors()
     if bits:
         # Imported here because it needs Triton, which tests without a GPU do not have.

@@ -16,9 +16,9 @@ from vllm.v1.attention.backends import fa_utils
 from trunkattn import AttentionConfig
 from trunkattn.integrations import warm_up
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import with_regular_strides
 from trunkattn.integrations.vllm import cuda, versions
 from trunkattn.integrations.vllm.context_parallel import ContextRanks
+from trunkattn.integrations.vllm.flash import with_regular_strides
 from trunkattn.reference import paged_attention
 
 from .device_attention import DeviceAttention

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from trunkattn import AttentionConfig, BatchAttention, Plan
-from trunkattn.integrations.common import Traffic, step_path
+from trunkattn.integrations.common import Traffic, step_path, tokens_of
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.layers import (
     LayerKind,
@@ -136,14 +136,10 @@ class TrunkBackend(AttentionBackend):
         step, self._step = self._step, None
         if step is None:
             return
-        read = unshared = 0
         layers = Counter(self._kinds.values())
-        for kind, (_, plan) in step.plans.items():
-            token_bytes = kind.spec.kv_token_bytes * layers[kind]
-            read += plan.stats.kv_tokens_read * token_bytes
-            unshared += plan.stats.kv_tokens_per_query * token_bytes
+        token_bytes = [kind.spec.kv_token_bytes * layers[kind] for kind in step.plans]
         self.stats.count_step(step.path)
-        self.stats.count_read(read, unshared, len(step.seq_lens))
+        self.stats.count_tokens([tokens_of(plan) for _, plan in step.plans.values()], token_bytes, len(step.seq_lens))
         self.stats.log()
 
     def forward_extend(

@@ -25,13 +25,14 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, PrefillRows, count_arrivals
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals
 from trunkattn.integrations.prompt_plans import room_for
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
+from trunkattn.integrations.vllm.flash import PrefillRows
 from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 from trunkattn.integrations.vllm.own_prompts import OwnPrompts

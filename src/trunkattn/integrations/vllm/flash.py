@@ -1,17 +1,58 @@
 """vLLM's own FlashAttention kernel, for the prompts of a step on a GPU. Each row reads its own KV. Arithmetic bounds
 prompts, so sharing would save little."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
-from trunkattn.integrations.common import LayerSpec, PrefillRows, with_regular_strides
+from trunkattn import BatchAttention, Plan
+from trunkattn.integrations.common import LayerSpec
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup
 from trunkattn.integrations.vllm.impl import StepTensors
 
 WITH_SINKS: Final = (3, 4)  # versions of FlashAttention that support sinks
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """The rows of a step after those that decode.
+
+    Attributes:
+        tokens: where their query tokens are among the step's.
+        query_start_loc: [rows + 1], begins with 0.
+        seq_lens, block_table: see `BatchAttention.plan`.
+        max_query_len: most query tokens of a row.
+        max_seq_len: an upper bound of `seq_lens`.
+        plans: for layers that only our own kernels can compute.
+        context_lens: where ranks share each request, the tokens before these rows that this rank holds; None: none of
+            the rows has any before it, on any rank.
+        max_context_len: an upper bound of `context_lens`, the same on every rank.
+    """
+
+    tokens: slice
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    plans: dict[LayerSpec, tuple[BatchAttention, Plan]] = field(default_factory=dict)
+    context_lens: torch.Tensor | None = None
+    max_context_len: int = 0
+
+
+def with_regular_strides(cache: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a cache with the regular stride on every axis of size 1.
+
+    Any stride is valid on such an axis, for example that of a single KV head. But FlashAttention passes it to the TMA,
+    which needs multiples of 16 bytes.
+    """
+    strides = list(cache.stride())
+    for axis in reversed(range(cache.dim() - 1)):
+        if cache.shape[axis] == 1:
+            strides[axis] = strides[axis + 1] * cache.shape[axis + 1]
+    return cache if tuple(strides) == cache.stride() else cache.as_strided(cache.shape, strides)
 
 
 @dataclass(frozen=True)

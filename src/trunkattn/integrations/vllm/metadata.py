@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 
 from trunkattn import BatchAttention, Plan
-from trunkattn.integrations.common import LayerSpec, Traffic, step_path
+from trunkattn.integrations.common import LayerSpec, Traffic, step_path, tokens_of
 from trunkattn.integrations.vllm import NAME, versions
 from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metrics import kv_read_stats
@@ -141,12 +141,9 @@ class TrunkAttentionBuilder(GroupBuilder):
         self.attentions = {spec: attentions[config] for spec, config in self.configs.items()}
 
     def _count(self, plans: dict[LayerSpec, tuple[BatchAttention, Plan]], query_lens: torch.Tensor) -> None:
-        read = unshared = 0
-        for (_, plan), token_bytes in zip(plans.values(), self.kv_token_bytes(), strict=True):
-            read += plan.stats.kv_tokens_read * token_bytes
-            unshared += plan.stats.kv_tokens_per_query * token_bytes
         self.stats.count_step(step_path(query_lens, versions.decode_query_len(self.vllm_config)))
-        self.stats.count_read(read, unshared, int((query_lens > 0).sum()))
+        kv_tokens = [tokens_of(plan) for _, plan in plans.values()]
+        self.stats.count_tokens(kv_tokens, self.kv_token_bytes(), int((query_lens > 0).sum()))
         self.stats.log()
 
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals
+from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals, tokens_of
 from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.impl import check_supported
@@ -183,17 +183,11 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
         if decode is None:
             self.stats.count_unshared("no_decode")
         elif not counted:
-            self._count_planned_on_host(decode.requests)
+            self.stats.count_tokens(map(tokens_of, self._plans.values()), self.kv_token_bytes(), decode.requests)
         elif traffic is not None:
             traffic.note(counted, decode.requests)
         if traffic is not None:
             count_arrivals(self.stats, traffic, self.kv_token_bytes(), logger.error)
-
-    def _count_planned_on_host(self, requests: int) -> None:
-        stats = [plan.stats for plan in self._plans.values()]
-        read = sum(each.kv_tokens_read * size for each, size in zip(stats, self.kv_token_bytes(), strict=True))
-        alone = sum(each.kv_tokens_per_query * size for each, size in zip(stats, self.kv_token_bytes(), strict=True))
-        self.stats.count_read(read, alone, requests)
 
 
 def _path(metadata: Any) -> str:
