@@ -308,6 +308,16 @@ def test_a_version_without_a_registry_gets_one_warning(fake: FakeVllm, monkeypat
     assert "upgrade vLLM" in warning
 
 
+@pytest.mark.parametrize("fake", [{"version": "0.32.0"}, {"version": "0.34.0"}], indirect=True)
+def test_a_version_that_hides_its_registry_gets_one_warning_with_the_reason(
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.v1.attention.backends.registry")
+    register()
+    (warning,) = fake.warnings
+    assert fake.version in warning and "vllm.v1.attention.backends" in warning and "0.26 to 0.33" in warning
+
+
 @pytest.mark.parametrize("fake", [{"backend": "CUSTOM", "version": "0.34.0"}], indirect=True)
 def test_a_new_version_is_used_with_a_warning(fake: FakeVllm) -> None:
     register()

@@ -22,17 +22,17 @@ from trunkattn.integrations.sglang import taken, versions
     ],
 )
 def test_parse(version: str, release: tuple[int, int, int] | None) -> None:
-    assert versions.parse(version) == release
+    assert versions.TESTED.parse(version) == release
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.20.post1", "0.5.23"])
 def test_a_tested_version_gets_no_caution(version: str) -> None:
-    assert versions.caution(version) is None
+    assert versions.TESTED.caution(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0", "main"])
 def test_any_other_version_gets_one(version: str) -> None:
-    caution = versions.caution(version)
+    caution = versions.TESTED.caution(version)
     assert caution is not None and version in caution and "0.5.17 to 0.5.23" in caution and "\n" not in caution
 
 

@@ -22,7 +22,7 @@ from trunkattn.integrations.vllm import versions
     ],
 )
 def test_parse(version: str, release: tuple[int, int] | None) -> None:
-    assert versions.parse(version) == release
+    assert versions.TESTED.parse(version) == release
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.9.2", "0.20.0+cpu"])
@@ -38,13 +38,13 @@ def test_an_older_version_is_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.33.0"])
 def test_a_tested_version_is_neither_refused_nor_warned_of(version: str) -> None:
     assert versions.refusal(version) is None
-    assert versions.caution(version) is None
+    assert versions.TESTED.caution(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.1.dev1+g0abc"])
 def test_a_newer_or_unknown_version_is_warned_of(version: str) -> None:
     assert versions.refusal(version) is None
-    warning = versions.caution(version)
+    warning = versions.TESTED.caution(version)
     assert warning is not None
     assert "\n" not in warning
     assert version in warning

@@ -223,7 +223,7 @@ def vllm_plugin() -> Way:
     if reason := vllm_versions.refusal(number):
         return Way(name, False, reason, "pip install --upgrade vllm")
     selected = f'{installed} finds it; select it with attention_backend="CUSTOM"'
-    return Way(name, True, _joined(selected, vllm_versions.served(on_cpu), vllm_versions.caution(number)))
+    return Way(name, True, _joined(selected, vllm_versions.served(on_cpu), vllm_versions.TESTED.caution(number)))
 
 
 def sglang_plugin() -> Way:
@@ -242,7 +242,7 @@ def sglang_plugin() -> Way:
         return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
     how = 'attention_backend="trunk", or only for decoding decode_attention_backend="trunk"'
     selected = f"{installed} finds it; select it with {how}"
-    return Way(name, True, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.caution(number)))
+    return Way(name, True, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.TESTED.caution(number)))
 
 
 def _joined(*parts: str | None) -> str:

@@ -16,7 +16,7 @@ def choose(runner: Any) -> AttentionBackend:
     lacks = versions.missing(AttentionBackend, runner)
     if lacks:
         raise ValueError(versions.refusal(version, lacks))
-    caution = versions.caution(version)
+    caution = versions.TESTED.caution(version)
     if caution:
         logger.warning(caution)
     if runner.device == "cuda" and torch.version.cuda is not None:

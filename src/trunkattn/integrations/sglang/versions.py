@@ -6,18 +6,18 @@ pieces are gone in 0.5.23, and ours runs between the pieces anyway; the padded r
 request table in both.
 """
 
-import re
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
+from trunkattn.dtypes import dtype_name
 from trunkattn.gpu.cards import card_at
+from trunkattn.integrations.version_range import VersionRange
 
 # 0.5.17 is the newest that pins torch 2.11. `make test-sglang` runs 0.5.23 on a CPU.
-OLDEST: Final = (0, 5, 17)
-NEWEST: Final = (0, 5, 23)
+TESTED: Final = VersionRange("SGLang", (0, 5, 17), (0, 5, 23))
 
 # What the plug-in needs of SGLang's base class. A version outside of the tested ones is used if it has them.
 CONTRACT: Final = (
@@ -72,31 +72,10 @@ def installed() -> str:
     return str(sglang.__version__)
 
 
-def parse(version: str) -> tuple[int, int, int] | None:
-    """(major, minor, patch) of a release; None for any other build ("0.0.0.dev0", "main")."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?!\d|\.?dev)", version)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else None
-
-
-def _range() -> str:
-    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-
-
-def caution(version: str) -> str | None:
-    """A warning about this version; None if it is one of the tested."""
-    release = parse(version)
-    if release is not None and OLDEST <= release <= NEWEST:
-        return None
-    return (
-        f"SGLang {version} is not a version that TrunkAttention is tested with ({_range()}): compare outputs with "
-        "another attention back end, or look for a newer trunkattn"
-    )
-
-
 def served(on_cpu: bool) -> str:
     """What the plug-in serves and refuses here, in words."""
     dtypes = [dtype for dtype in KV_DTYPES if on_cpu or dtype != torch.float8_e4m3fn or card_at("cuda").has_e4m3]
-    caches = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    caches = ", ".join(dtype_name(dtype) for dtype in dtypes)
     refused = ", ".join(("sparse attention", *(name for _, name in REFUSED_OPTIONS.values())))
     return (
         f"It serves full and sliding-window attention and decoding of latent attention (MLA) with caches of {caches}, "
@@ -114,13 +93,13 @@ def refusal(version: str, lacks: Iterable[str]) -> str:
     """The reason why this version cannot be used, and what to do."""
     return (
         f"attention_backend=trunk: SGLang {version} has no {', '.join(lacks)}, which TrunkAttention needs: install one "
-        f"of {_range()}, or choose another attention back end"
+        f"of {TESTED}, or choose another attention back end"
     )
 
 
 def no_registry(error: ImportError) -> str:
     """The reason why the plug-in cannot even register."""
-    return f"SGLang {installed()} takes no attention back end from a plug-in ({error}): install one of {_range()}"
+    return f"SGLang {installed()} takes no attention back end from a plug-in ({error}): install one of {TESTED}"
 
 
 def options_in_effect(runner: Any) -> Any:

@@ -30,9 +30,8 @@ def register() -> None:
     logger = init_logger("vllm.trunkattn")
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError:
-        version = versions.installed()
-        logger.warning("TrunkAttention is not available: %s", versions.refusal(version) or versions.caution(version))
+    except ImportError as error:
+        logger.warning("TrunkAttention is not available: %s", versions.no_registry(versions.installed(), error))
         return
     if hasattr(AttentionBackendEnum, "register"):
         latent_member()

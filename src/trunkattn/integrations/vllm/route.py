@@ -45,7 +45,7 @@ def _ours(latent: bool) -> Any:
             "attention_backend=CUSTOM: TrunkAttention runs on NVIDIA GPUs and on CPUs, and this platform is neither; "
             "leave attention_backend out"
         )
-    caution = versions.caution(version)
+    caution = versions.TESTED.caution(version)
     if caution:
         logger.warning_once(caution)
     try:

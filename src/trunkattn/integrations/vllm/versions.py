@@ -7,7 +7,6 @@ before that latent attention has only CUSTOM; `_build_decode` of latent attentio
 ours takes any.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,11 +17,11 @@ from typing import Any, Final
 import torch
 
 from trunkattn.gpu.cards import card_at
+from trunkattn.integrations.version_range import VersionRange
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
 # of 0.32. On GPUs the oldest and the newest have run.
-OLDEST: Final = (0, 26)
-NEWEST: Final = (0, 33)
+TESTED: Final = VersionRange("vLLM", (0, 26), (0, 33))
 
 # Back ends that vLLM asks for on a CPU, independent of the selection. CPU_MLA and AMX_MLA do not exist in 0.27; they do
 # in 0.32.
@@ -112,33 +111,12 @@ def installed() -> str:
     return str(vllm.__version__)
 
 
-def parse(version: str) -> tuple[int, int] | None:
-    """(major, minor) of a release; None for any other build ("dev", "0.1.dev1+g0abc")."""
-    found = re.match(r"(\d+)\.(\d+)(?!\d|\.?dev)", version)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-def _range() -> str:
-    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-
-
 def refusal(version: str) -> str | None:
     """The reason why this version cannot be used, and what to do; None if it can."""
-    release = parse(version)
-    if release is None or release >= OLDEST:
+    release = TESTED.parse(version)
+    if release is None or release >= TESTED.oldest:
         return None
-    return f"vLLM {version} is older than the versions that TrunkAttention supports ({_range()}): upgrade vLLM"
-
-
-def caution(version: str) -> str | None:
-    """A warning about this version; None if it is tested."""
-    release = parse(version)
-    if release is not None and release <= NEWEST:
-        return None
-    return (
-        f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}): "
-        "compare outputs with another attention back end, or look for a newer trunkattn"
-    )
+    return f"vLLM {version} is older than the versions that TrunkAttention supports ({TESTED}): upgrade vLLM"
 
 
 def served(on_cpu: bool) -> str:
@@ -182,10 +160,18 @@ def no_latent(version: str, error: Exception) -> str:
     )
 
 
+def no_registry(version: str, error: ImportError) -> str:
+    """The reason why the plug-in cannot even register, and what to do."""
+    return refusal(version) or (
+        f"vLLM {version} takes no attention back end from a plug-in ({' '.join(str(error).split())}): install one of "
+        f"{TESTED}"
+    )
+
+
 def broken_contract(version: str, error: Exception) -> str:
     """The message for a version that lacks something that the plug-in needs."""
     return (
-        f"vLLM {version} is not a version that TrunkAttention is tested with ({_range()}), and it lacks something that "
+        f"vLLM {version} is not a version that TrunkAttention is tested with ({TESTED}), and it lacks something that "
         f"TrunkAttention needs ({' '.join(str(error).split())}): install a vLLM of these versions, or a newer trunkattn"
     )
 
