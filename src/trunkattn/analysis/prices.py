@@ -190,10 +190,11 @@ class Prices:
             priced: its tokens, and its tokens with each shared one counted once.
             tokens, unique_tokens: [steps] the same numbers for each of the other steps.
         """
+        priced_tokens, priced_unique = priced
         launches_us = self.shape.num_layers * self.times.flash_us
         fixed_us, shared_fixed_us = min(launches_us, times.alone_us), min(launches_us, times.shared_us)
-        more, unique_more = tokens / max(1, priced[0]), unique_tokens / max(1, priced[1])
-        read_share = priced[1] / max(1, priced[0]) / 2  # of the time that follows what leaves memory
+        more, unique_more = tokens / max(1, priced_tokens), unique_tokens / max(1, priced_unique)
+        read_share = priced_unique / max(1, priced_tokens) / 2  # of the time that follows what leaves memory
         alone = fixed_us + (times.alone_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
         return alone, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
 

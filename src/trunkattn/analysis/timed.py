@@ -38,6 +38,17 @@ class _Priced(NamedTuple):
         return all(abs(mine - other) <= _PRICE_AGAIN * mine for mine, other in pairs)
 
 
+class _StepTimes(NamedTuple):
+    """µs of some steps. attention, whole: [clocks, steps], of attention alone, and of the whole steps."""
+
+    attention: NDArray[np.float64]
+    whole: NDArray[np.float64]
+
+    def first(self, count: int) -> "_StepTimes":
+        """The times of the first steps."""
+        return _StepTimes(self.attention[:, :count], self.whole[:, :count])
+
+
 @dataclass
 class Answers:
     """Latencies that users see, as sums over requests, on each clock.
@@ -110,11 +121,11 @@ class TimedEngine:
             times = self._times(steps)
             count = steps.count
             if not self.engine.is_full:
-                ends = self.time + np.cumsum(times[2 + self._clock]) * _SECONDS
+                ends = self.time + np.cumsum(times.whole[self._clock]) * _SECONDS
                 count = min(count, int(np.searchsorted(ends, until)) + 1)
             done = self.engine.run(count)
             if done:
-                self._record(steps, times[:, :done])
+                self._record(steps, times.first(done))
                 return []
         steps = self.engine.schedule()
         times = self._times(steps)
@@ -140,8 +151,8 @@ class TimedEngine:
         answers.num_requests += len(ends.finished)
         return ends.finished
 
-    def _times(self, steps: Steps) -> NDArray[np.float64]:
-        """[4, steps] µs: attention one by one and shared, and the whole step in both ways."""
+    def _times(self, steps: Steps) -> _StepTimes:
+        """How long steps take on both clocks."""
         chunks = steps.chunks
         num_sampled = steps.decoding + sum(chunk.is_sampled for chunk in chunks)
         num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -149,18 +160,19 @@ class TimedEngine:
         if chunks:
             pairs = sum(chunk.num_tokens * (chunk.start + (chunk.num_tokens + 1) / 2) for chunk in chunks)
             other_us += self._prices.prompt_attention_us(pairs)
-        times = np.zeros((4, steps.count))
+        attention = np.zeros((2, steps.count))
         if steps.decoding:
-            times[ALONE], times[SHARED] = self._attention(steps)
-        times[2:] = times[:2] + other_us
-        return times
+            attention[ALONE], attention[SHARED] = self._attention(steps)
+        return _StepTimes(attention, attention + other_us)
 
     def _attention(self, steps: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """[steps] µs of attention of decodes, one by one and shared."""
         wants_tree = self.album.wants(self.time)
         if self._priced is None or wants_tree or not self._priced.is_like(steps):
             self._priced = self._price(steps, wants_tree)
-        return self._prices.scaled(self._priced.times, self._priced[1:3], steps.tokens, steps.unique_tokens)
+        priced = self._priced
+        counts = priced.tokens, priced.unique_tokens
+        return self._prices.scaled(priced.times, counts, steps.tokens, steps.unique_tokens)
 
     def _price(self, steps: Steps, wants_tree: bool) -> _Priced:
         running = [each for each in self.engine.scheduler.running if each.num_computed_tokens >= each.num_prompt_tokens]
@@ -173,10 +185,10 @@ class TimedEngine:
         shares = self._prices.read_shares(batch)
         return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times, shares)
 
-    def _record(self, steps: Steps, times: NDArray[np.float64]) -> None:
-        """Lets the clocks go on over the first of some steps. times: [4, steps] of these."""
-        count, stats, token_bytes = times.shape[1], self.engine.scheduler.stats, self._prices.token_bytes
-        totals = times.sum(axis=1).tolist()
+    def _record(self, steps: Steps, times: _StepTimes) -> None:
+        """Lets the clocks go on over steps. times: of the first of them, which are all that were computed."""
+        count, stats, token_bytes = times.whole.shape[1], self.engine.scheduler.stats, self._prices.token_bytes
+        attention_us, whole_us = times.attention.sum(axis=1), times.whole.sum(axis=1)
         shares = (1.0, 1.0) if self._priced is None else self._priced.read_shares
         sums = Sums(
             num_steps=count,
@@ -185,15 +197,15 @@ class TimedEngine:
             waiting=len(self.engine.scheduler.waiting) * count,
             kv_bytes=int(steps.tokens[:count].sum()) * token_bytes * shares[ALONE],
             unique_kv_bytes=int(steps.unique_tokens[:count].sum()) * token_bytes * shares[SHARED],
-            attention_us=totals[ALONE],
-            shared_attention_us=totals[SHARED],
-            step_us=totals[2 + ALONE],
-            shared_step_us=totals[2 + SHARED],
+            attention_us=float(attention_us[ALONE]),
+            shared_attention_us=float(attention_us[SHARED]),
+            step_us=float(whole_us[ALONE]),
+            shared_step_us=float(whole_us[SHARED]),
             prompt_tokens=stats.prefix_cache_queries - self._looked_up,
             cached_tokens=stats.prefix_cache_hits - self._found,
         )
         self._looked_up, self._found = stats.prefix_cache_queries, stats.prefix_cache_hits
         self.timeline.add(self.time, sums)
         self.sums.add(sums)
-        self.now = self.now + np.array(totals[2:]) * _SECONDS
-        self.busy = self.busy + np.array(totals[2:]) * _SECONDS
+        self.now = self.now + whole_us * _SECONDS
+        self.busy = self.busy + whole_us * _SECONDS
