@@ -113,8 +113,9 @@ class BatchAttention:
     because all of its plans share a workspace.
 
     A query, key or value that is not finite makes outputs of the requests that see it NaN or infinite, and no others,
-    but for one case: on a GPU a value reaches the other requests of its tile of up to 64 rows, whose weights for it
-    are 0.
+    but for two cases, both on a GPU. A value reaches the other requests of its tile of up to 64 rows, whose weights for
+    it are 0. With a sliding window, a value of a token just before the window reaches queries that see others of its
+    page.
 
     Args:
         config: shape and options.

@@ -85,7 +85,8 @@ class AttentionConfig:
         page_size: tokens of a page of the cache.
         dtype: torch dtype of queries and outputs: float32, bfloat16 or float16.
         head_dim_v: elements of a value of one head; None for head_dim.
-        kv_dtype: torch dtype of the cache: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; None for dtype.
+        kv_dtype: torch dtype of the cache: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; None for dtype. A
+            GPU rounds keys and values to dtype before it multiplies, which loses digits or range if that has fewer.
         sm_scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
         logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
         sinks: whether `run` takes an extra logit per query head, which has no value.
