@@ -217,14 +217,18 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
     segment_size, group_size = min(page_size, 64), target.heads[2]
     strides = {name: "i32" for name in decode.LatentLayer._fields if name.endswith("_stride")}
     in_dtype = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{target.dtype}")
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)"
+    is_narrow = target.kv_dtype == "fp8e4nv"
+    bits, cached = (8, "u8") if is_narrow else (16, target.kv_dtype)
+    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=3)"
     arguments = _same(
         decode.LatentArguments,
         "i32",
         layer=_same(decode.LatentLayer, "*fp32", **in_dtype, **strides),
-        desc=f"tensordesc<{target.kv_dtype}[1, {segment_size}, 64],{layout}>",
+        desc=f"tensordesc<{cached}[1, {segment_size}, {1024 // bits}],{layout}>",
         work=decode.LatentWork(_same(RowTiles, "*i32"), counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
-        C=decode.constants(target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True),
+        C=decode.constants(
+            target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True, kv_bytes=bits // 8
+        ),
     )
     return _compile_hopper(decode.latent_decode_kernel, target, arguments, decode.REGISTERS)
 

@@ -34,6 +34,9 @@ def main() -> None:
     for dtype in ("bf16", "fp16"):
         target = Target(90, **of_heads, dtype=dtype, kv_dtype=dtype)
         kernels[f"hopper {dtype}"] = partial(compile_hopper_latent, target)
+        narrow = Target(90, **of_heads, dtype=dtype, kv_dtype="fp8e4nv")
+        kernels[f"hopper fp8 {dtype}"] = partial(compile_hopper_latent, narrow)
+        kernels[f"hopper fp8 {dtype} masked"] = partial(compile_hopper_latent, narrow, masked=True, page_size=16)
     kernels["hopper masked"] = partial(compile_hopper_latent, Target(90, **of_heads), masked=True)
     kernels["hopper groups of 12"] = partial(compile_hopper_latent, Target(90, num_qo_heads=12, num_kv_heads=1))
     kernels["hopper pages of 16 masked"] = partial(

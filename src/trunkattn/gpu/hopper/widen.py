@@ -26,6 +26,25 @@ _E4M3_TO_FP16 = gl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $1, high;
 }
 """)
+# The same for bfloat16, which no instruction converts them to
+_E4M3_TO_BF16 = gl.constexpr("""
+{
+    .reg .b16 low, high, first, second;
+    .reg .b32 pair;
+    .reg .f32 a, b;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    mov.b32 {first, second}, pair;
+    cvt.f32.f16 a, first;
+    cvt.f32.f16 b, second;
+    cvt.rn.bf16x2.f32 $0, b, a;
+    cvt.rn.f16x2.e4m3x2 pair, high;
+    mov.b32 {first, second}, pair;
+    cvt.f32.f16 a, first;
+    cvt.f32.f16 b, second;
+    cvt.rn.bf16x2.f32 $1, b, a;
+}
+""")
 # The upper byte of a float16 is a float8_e5m2.
 _E5M2_TO_FP16 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 _SAME, _E4M3, _E5M2 = 0, 1, 2
@@ -38,7 +57,7 @@ _KINDS: Final = MappingProxyType(
     }
 )
 IS_SAME, _IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
-_SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # swizzles the same bytes as SWIZZLED
+SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # swizzles the same bytes as SWIZZLED
 # Queries in float16: the exponent that the largest number of a row gets, and the bias of exponents in a float32
 _LARGEST_EXPONENT, _BIAS = gl.constexpr(14), gl.constexpr(127)
 _LINE_BYTES: Final = 128  # TMA swizzles at most this many bytes
@@ -82,7 +101,7 @@ def allocate_words(dtype: gl.constexpr, num_arrivals: gl.constexpr, T: gl.conste
     NUM_STAGES: gl.constexpr = T.num_stages
     WORDS: gl.constexpr = (NUM_STAGES, T.block_n, T.head_dim // 2)
     tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, T.block_n, T.head_dim], SWIZZLED)
-    words = reinterpret(tiles, gl.int32, WORDS, _SWIZZLED_WORDS)
+    words = reinterpret(tiles, gl.int32, WORDS, SWIZZLED_WORDS)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=num_arrivals)
@@ -133,7 +152,17 @@ def read_staged(staging, turn, LAYOUT: gl.constexpr):
 @gluon.jit
 def widen(words, KIND: gl.constexpr):
     """Converts words of 8-bit numbers to words of float16."""
-    ASM: gl.constexpr = _E4M3_TO_FP16 if KIND == _IS_E4M3 else _E5M2_TO_FP16
+    return _convert(words, _E4M3_TO_FP16 if KIND == _IS_E4M3 else _E5M2_TO_FP16)
+
+
+@gluon.jit
+def widen_e4m3(words, DTYPE: gl.constexpr):
+    """Converts words of e4m3 numbers to words of float16 or bfloat16."""
+    return _convert(words, _E4M3_TO_FP16 if DTYPE == gl.float16 else _E4M3_TO_BF16)
+
+
+@gluon.jit
+def _convert(words, ASM: gl.constexpr):
     low, high = gl.inline_asm_elementwise(ASM, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
     return gl.reshape(gl.join(low, high), [words.shape[0], 2 * words.shape[1]])
 

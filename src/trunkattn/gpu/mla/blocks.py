@@ -27,23 +27,24 @@ HALF_PARTS = gl.constexpr(4)
 BAR_EMPTY = gl.constexpr(5)
 PARTS = gl.constexpr(3)  # of a block
 LEFT, RIGHT, ROPE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-_CONSUMER_AND_PRODUCER = gl.constexpr(160)  # threads that meet at an empty barrier: of a warpgroup and of a warp
 _BAR_QUERIES = gl.constexpr(15)
-_ALL_THREADS = gl.constexpr(320)  # of the consumers and producers
+_CONSUMER_THREADS = gl.constexpr(128)  # of a warpgroup
 _SEGMENT_COLUMNS = gl.constexpr(SEGMENT_COLUMNS)
 _SEGMENT_QUERIES, _SEGMENT_POSITION = gl.constexpr(SEGMENT_QUERIES), gl.constexpr(SEGMENT_POSITION)
 
 
 class Buffers(NamedTuple):
     """Buffers of two blocks. The fields `*_boxes` are the memory as TMA writes it; `halves` [2 * buffers, 64, 256] and
-    `rope` [buffers, 64, 64] are the same memory as products read it. `full` [parts * buffers, 1] are the full
-    barriers."""
+    `rope` [buffers, 64, 64] are the same memory as products read it. `full` [parts * buffers, 1] are the full barriers.
+    `landed` are the barriers that TMA completes: the full ones, or those of 8-bit parts that are still to be widened
+    (`widen`)."""
 
     half_boxes: Any
     rope_boxes: Any
     halves: Any
     rope: Any
     full: Any
+    landed: Any
 
 
 class Tasks(NamedTuple):
@@ -66,25 +67,33 @@ class Blocks(NamedTuple):
 
 
 @gluon.jit
-def allocate_buffers(desc, C: gl.constexpr):
-    """Allocates the buffers. All of them are empty."""
+def allocate_buffers(desc, dtype: gl.constexpr, C: gl.constexpr):
+    """Allocates the buffers of numbers of `dtype`. All of them are empty."""
     BOXES: gl.constexpr = BLOCK_ROWS // C.segment_size
-    HALF_BOXES: gl.constexpr = (2 * 2 * HALF_PARTS * BOXES, 1, C.segment_size, PART_COLUMNS)
-    ROPE_BOXES: gl.constexpr = (2 * BOXES, 1, C.segment_size, PART_COLUMNS)
+    HALF_BOXES: gl.constexpr = (2 * 2 * HALF_PARTS * BOXES, 1, C.segment_size, C.box_columns)
+    ROPE_BOXES: gl.constexpr = (2 * BOXES, 1, C.segment_size, C.box_columns)
     half_boxes = gl.allocate_shared_memory(desc.dtype, HALF_BOXES, desc.layout)
     rope_boxes = gl.allocate_shared_memory(desc.dtype, ROPE_BOXES, desc.layout)
     HALVES: gl.constexpr = (4, BLOCK_ROWS, HALF_DIM)
     ROPES: gl.constexpr = (2, BLOCK_ROWS, ROPE_DIM)
-    full = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * PARTS):
-        mbarrier.init(full.index(i), count=1)
+    full = _part_barriers()
     return Buffers(
         half_boxes,
         rope_boxes,
-        reinterpret(half_boxes, desc.dtype, HALVES, SWIZZLED),
-        reinterpret(rope_boxes, desc.dtype, ROPES, SWIZZLED),
+        reinterpret(half_boxes, dtype, HALVES, SWIZZLED),
+        reinterpret(rope_boxes, dtype, ROPES, SWIZZLED),
         full,
+        full if C.box_columns == PART_COLUMNS else _part_barriers(),
     )
+
+
+@gluon.jit
+def _part_barriers():
+    """Allocates a barrier for each part of both buffers."""
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * PARTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * PARTS):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
 
 
 @gluon.jit
@@ -110,29 +119,29 @@ def part_wait(buffers, BUFFER: gl.constexpr, PART: gl.constexpr, uses):
 
 
 @gluon.jit
-def part_release(BUFFER: gl.constexpr, PART: gl.constexpr):
+def part_release(BUFFER: gl.constexpr, PART: gl.constexpr, C: gl.constexpr):
     """Tells the producer that this warp has read a part."""
-    barrier_arrive(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
+    barrier_arrive(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_THREADS + C.part_threads)
 
 
 @gluon.jit
-def _part_acquire(BUFFER: gl.constexpr, PART: gl.constexpr, uses):
+def _part_acquire(BUFFER: gl.constexpr, PART: gl.constexpr, uses, C: gl.constexpr):
     """Waits until the part is released. The first use does not wait, because the part is empty."""
     if uses > 0:
-        barrier_sync(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_AND_PRODUCER)
+        barrier_sync(BAR_EMPTY + BUFFER * PARTS + PART, _CONSUMER_THREADS + C.part_threads)
 
 
 @gluon.jit
-def queries_sync():
+def queries_sync(C: gl.constexpr):
     """Makes a producer warp wait until the loads of the first queries have been started. If they came after its own
     loads, they would wait for all of these."""
-    barrier_sync(_BAR_QUERIES, _ALL_THREADS)
+    barrier_sync(_BAR_QUERIES, 2 * _CONSUMER_THREADS + C.producer_threads)
 
 
 @gluon.jit
-def queries_arrive():
+def queries_arrive(C: gl.constexpr):
     """Reports that a consumer warp has started the loads that `queries_sync` waits for."""
-    barrier_arrive(_BAR_QUERIES, _ALL_THREADS)
+    barrier_arrive(_BAR_QUERIES, 2 * _CONSUMER_THREADS + C.producer_threads)
 
 
 class Boxes(NamedTuple):
@@ -144,7 +153,7 @@ class Boxes(NamedTuple):
 
 
 @gluon.jit
-def _locate(segments, at, end, C: gl.constexpr):
+def locate(segments, at, end, C: gl.constexpr):
     """Returns the boxes of a block that begins with segment `at`. A box with fewer tokens than it has room for ends
     with the last of them. What lies before the tokens is finite, or TMA sets it to 0; what lies behind may be NaN."""
     page: gl.tuple = ()
@@ -159,23 +168,27 @@ def _locate(segments, at, end, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_part(desc, buffers, boxes, BUFFER: gl.constexpr, PART: gl.constexpr, uses, C: gl.constexpr):
-    """Acquires a part of a buffer and starts its loads."""
+def load_part(desc, buffers, boxes, BUFFER: gl.constexpr, PART: gl.constexpr, uses, C: gl.constexpr):
+    """Acquires a part of a buffer and starts its loads. A box of 128 columns of 8 bits fills the memory of the last 64
+    of its columns; that of the rope columns reaches beyond the rows, where TMA sets it to 0."""
     BOXES: gl.constexpr = BLOCK_ROWS // C.segment_size
-    full = buffers.full.index(BUFFER * PARTS + PART)
-    _part_acquire(BUFFER, PART, uses)
+    STEP: gl.constexpr = C.box_columns // PART_COLUMNS
+    BYTES: gl.constexpr = BLOCK_ROWS * PART_COLUMNS * 2  # of the boxes of a block's rows
+    landed = buffers.landed.index(BUFFER * PARTS + PART)
+    _part_acquire(BUFFER, PART, uses, C)
     if PART == ROPE:
-        mbarrier.expect(full, BLOCK_ROWS * ROPE_DIM * 2)
+        mbarrier.expect(landed, BYTES)
         for i in gl.static_range(BOXES):
             box = buffers.rope_boxes.index(BUFFER * BOXES + i)
-            tma_load(desc, [boxes.page[i], boxes.token[i], LATENT_DIM], full, box)
+            tma_load(desc, [boxes.page[i], boxes.token[i], LATENT_DIM], landed, box)
     else:
-        mbarrier.expect(full, BLOCK_ROWS * HALF_DIM * 2)
-        for part in range(opaque(HALF_PARTS)):
+        mbarrier.expect(landed, BYTES * (HALF_PARTS // STEP))
+        for part in range(opaque(HALF_PARTS // STEP)):
             for i in gl.static_range(BOXES):
-                box = buffers.half_boxes.index(((2 * BUFFER + PART) * HALF_PARTS + part) * BOXES + i)
-                column = PART * HALF_DIM + part * PART_COLUMNS
-                tma_load(desc, [boxes.page[i], boxes.token[i], column], full, box)
+                columns = (2 * BUFFER + PART) * HALF_PARTS + part * STEP + STEP - 1
+                box = buffers.half_boxes.index(columns * BOXES + i)
+                column = PART * HALF_DIM + part * C.box_columns
+                tma_load(desc, [boxes.page[i], boxes.token[i], column], landed, box)
 
 
 @gluon.jit
@@ -187,15 +200,15 @@ def load_items(tasks, segments, desc, buffers, BUFFER: gl.constexpr, C: gl.const
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = task_of(tasks, turn, C)
         blocks = blocks_of(task.item, C)
-        boxes = _locate(segments, blocks.first + BUFFER * BLOCK_SEGMENTS, blocks.end, C)
+        boxes = locate(segments, blocks.first + BUFFER * BLOCK_SEGMENTS, blocks.end, C)
         if is_first & (blocks.count > 0):
-            queries_sync()
+            queries_sync(C)
             is_first = False
         for nth in range(BUFFER, blocks.count, 2):
-            next_boxes = _locate(segments, blocks.first + (nth + 2) * BLOCK_SEGMENTS, blocks.end, C)
-            _load_part(desc, buffers, boxes, BUFFER, ROPE, uses, C)
-            _load_part(desc, buffers, boxes, BUFFER, LEFT if BUFFER == 0 else RIGHT, uses, C)
-            _load_part(desc, buffers, boxes, BUFFER, RIGHT if BUFFER == 0 else LEFT, uses, C)
+            next_boxes = locate(segments, blocks.first + (nth + 2) * BLOCK_SEGMENTS, blocks.end, C)
+            load_part(desc, buffers, boxes, BUFFER, ROPE, uses, C)
+            load_part(desc, buffers, boxes, BUFFER, LEFT if BUFFER == 0 else RIGHT, uses, C)
+            load_part(desc, buffers, boxes, BUFFER, RIGHT if BUFFER == 0 else LEFT, uses, C)
             uses += 1
             boxes = next_boxes
 

@@ -51,13 +51,15 @@ from trunkattn.gpu.mla.pairs import (
     right_pair,
     to_acc_layout,
 )
+from trunkattn.gpu.mla.widen import narrow_descriptor, widen_items
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-REGISTERS: Final = 168  # of a thread at launch: Triton rounds the ten warps up to twelve
+REGISTERS: Final = 168  # of a thread at launch: there are twelve warps, or ten that Triton rounds up
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
 
 
 class LatentConstants(NamedTuple):
@@ -67,6 +69,8 @@ class LatentConstants(NamedTuple):
         num_qo_heads, group_size: the number of query heads, and how many of them an item computes at once.
         segment_size: tokens of a whole segment, and rows of a TMA box.
         masked: queries of one sequence see different tokens.
+        box_columns: columns of a TMA box: 64, or 128 if the cache has 8 bits.
+        part_threads, producer_threads: of the producer warps, those that fill one part, and all.
         scores, acc: layouts of a block's scores and of half of the output.
         copy: the layout in which half of the output is copied to memory.
     """
@@ -78,15 +82,25 @@ class LatentConstants(NamedTuple):
     segment_size: int
     masked: bool
     return_lse: bool
+    box_columns: int
+    part_threads: int
+    producer_threads: int
     scores: Any
     acc: Any
     copy: Any
 
 
 def constants(
-    num_qo_heads: int, group_size: int, page_size: int, segment_size: int, masked: bool, return_lse: bool
+    num_qo_heads: int,
+    group_size: int,
+    page_size: int,
+    segment_size: int,
+    masked: bool,
+    return_lse: bool,
+    kv_bytes: int,
 ) -> LatentConstants:
-    """Returns the constants of an attention."""
+    """Returns the constants of an attention. kv_bytes: bytes of a number in the cache."""
+    part_threads, producer_threads = (32, 64) if kv_bytes == 2 else (128, 128)
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         for columns in (BLOCK_ROWS.value, HALF_DIM.value)
@@ -99,6 +113,9 @@ def constants(
         segment_size=segment_size,
         masked=masked,
         return_lse=return_lse,
+        box_columns=128 // kv_bytes,
+        part_threads=part_threads,
+        producer_threads=producer_threads,
         scores=scores,
         acc=acc,
         copy=copy_layout(HALF_DIM.value),
@@ -172,7 +189,7 @@ def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.cons
         at = token * layer.q_rope_token_stride + rows.head * layer.q_rope_head_stride
         rope = _load_tile(layer.q_rope, at, rows.count, 0, ROPE_DIM, LAYOUT)
     if is_first:
-        queries_arrive()
+        queries_arrive(C)
     q_tile = shared.q.index(WHICH)
     q_tile.store(latent)
     if WHICH == LEFT:
@@ -323,8 +340,8 @@ def latent_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    dtype: gl.constexpr = desc.dtype
-    buffers = allocate_buffers(desc, C)
+    dtype: gl.constexpr = layer.out.dtype.element_ty
+    buffers = allocate_buffers(desc, dtype, C)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
@@ -338,16 +355,27 @@ def latent_decode_kernel(
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_head_groups
     tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, gl.num_programs(0))
-    gl.warp_specialize(
-        [
-            (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
-            (_consume, (tasks, tiles, layer, work.window, shared, buffers, RIGHT, C)),
-            (load_items, (tasks, tiles.segments, desc, buffers, LEFT, C)),
-            (load_items, (tasks, tiles.segments, desc, buffers, RIGHT, C)),
-        ],
-        [4, 1, 1],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
-    )
+    if C.box_columns == PART_COLUMNS:
+        gl.warp_specialize(
+            [
+                (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
+                (_consume, (tasks, tiles, layer, work.window, shared, buffers, RIGHT, C)),
+                (load_items, (tasks, tiles.segments, desc, buffers, LEFT, C)),
+                (load_items, (tasks, tiles.segments, desc, buffers, RIGHT, C)),
+            ],
+            [4, 1, 1],
+            [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS, _PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
+                (_consume, (tasks, tiles, layer, work.window, shared, buffers, RIGHT, C)),
+                (widen_items, (tasks, tiles.segments, desc, buffers, C)),
+            ],
+            [4, 4],
+            [_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS],
+        )
     if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch waits for those ahead of it
         pdl_wait()
 
@@ -356,6 +384,8 @@ def tma_descriptor(cache: torch.Tensor, segment_size: int) -> TensorDescriptor:
     """Returns the argument `desc`. A TMA box holds a segment's tokens and 64 columns. The cache is [pages, page_size,
     1, columns]."""
     rows = cache[:, :, 0]
+    if rows.itemsize == 1:
+        return narrow_descriptor(rows, segment_size)
     box = [1, segment_size, PART_COLUMNS.value]
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), box, gl.NVMMASharedLayout(128, 16, 3))
 
@@ -403,7 +433,9 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
         items_size=sizes["items"],
         queries_size=sizes["queries"],
         segments_size=sizes["segments"],
-        C=constants(g.num_qo_heads, group_size, g.page_size, g.segment_size, g.masked, options.return_lse),
+        C=constants(
+            g.num_qo_heads, group_size, g.page_size, g.segment_size, g.masked, options.return_lse, t.k_cache.itemsize
+        ),
     )
     compiled = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}
     grid = Grid(min(launch.num_ctas, plan.card.num_sms), given._asdict() | compiled)

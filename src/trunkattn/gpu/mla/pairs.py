@@ -98,7 +98,7 @@ def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constex
     k_tile = buffers.halves.index(2 * WHICH + SECOND + zero).permute((1, 0))
     scores = warpgroup_mma(shared.q.index(SECOND + zero), k_tile, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    part_release(WHICH, ROPE)
+    part_release(WHICH, ROPE, C)
     return scores
 
 
@@ -137,12 +137,12 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     fence_async_shared()
     barrier_arrive(_BAR_LEFT, BOTH_THREADS)
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
-    part_release(0, LEFT)
+    part_release(0, LEFT, C)
     acc = acc * to_acc_layout(again, C)[:, None]
     # O += P·V of the other block
     acc = warpgroup_mma(shared.p_right, buffers.halves.index(2 + LEFT + _hidden_zero(uses)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    part_release(1, LEFT)
+    part_release(1, LEFT, C)
     return State(last_max, row_sum * again, acc)
 
 
@@ -170,9 +170,9 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
     barrier_sync(_BAR_LEFT, BOTH_THREADS)
     acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(1, deps=(acc, p_own))
-    part_release(1, RIGHT)
+    part_release(1, RIGHT, C)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    part_release(0, RIGHT)
+    part_release(0, RIGHT, C)
     return State(row_max, state.row_sum * rescale + new_sum, acc)
 
 
@@ -194,7 +194,7 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
     p_own = _operand(p_own, C)
     acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
-    part_release(0, LEFT)
+    part_release(0, LEFT, C)
     return State(row_max, row_sum, acc)
 
 
@@ -208,5 +208,5 @@ def right_last(state, shared, buffers, uses, C: gl.constexpr):
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    part_release(0, RIGHT)
+    part_release(0, RIGHT, C)
     return State(row_max, state.row_sum * rescale, acc)
