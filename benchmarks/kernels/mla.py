@@ -2,12 +2,14 @@
 
     python -m benchmarks.kernels.mla                                             # all cells; results/mla-CARD.json
     python -m benchmarks.kernels.mla --heads 16 --batches "64 x (8192 + 512)"
+    python -m benchmarks.kernels.mla --fp8 --heads 8 16 32 128                   # results/mla-fp8-CARD.json
 
 Times are measured as in decode.py: CUDA graphs over copies of the cache that each find the L2 cache cold, medians. A
 batch is REQUESTS x (tokens of each level, from what all share to a request's own). SOL = max(unique bytes / read
 bandwidth, FLOPs / bf16 matrix rate), both measured here. Outputs are compared with float64, those of peers too.
 `trunkattn` has a plan of its own, `trunkattn_one_graph` one of fixed size, which serves any batch. Peers are measured
-if they import: `flashmla` and `fa3` of vLLM's wheels.
+if they import: `flashmla` and `fa3` of vLLM's wheels. With `--fp8` ours is measured with a cache of 8 bits (e4m3)
+beside one of 16 bits, without peers.
 """
 
 import argparse
@@ -72,11 +74,11 @@ def error_of(case: Case, out: torch.Tensor) -> float:
     """Largest difference from float64 on rows from everywhere, of the largest output; NaN is an infinite error."""
     if out.isnan().any():
         return math.inf
-    worst = 0.0
+    worst, cache = 0.0, case.caches[0].to(case.q.dtype)
     for row in sorted({0, len(out) // 3, len(out) // 2, len(out) - 1}):
         length = int(case.batch.seq_lens[row])
         pages = torch.from_numpy(case.batch.block_table[row, : -(-length // PAGE_SIZE)]).to(out.device).long()
-        rows = case.caches[0][pages].flatten(0, 1)[:length].double()
+        rows = cache[pages].flatten(0, 1)[:length].double()
         want = (case.q[row].double() @ rows.T * SCALE).softmax(-1) @ rows[:, :LATENT]
         worst = max(worst, float((out[row].double() - want).abs().max() / want.abs().max()))
     return worst
@@ -85,8 +87,10 @@ def error_of(case: Case, out: torch.Tensor) -> float:
 def ours(case: Case, fixed: bool = False) -> tuple[Run, str]:
     """This project, and the tiling that it takes. fixed: the plan has a capacity, for twice as many requests of twice
     the length."""
-    heads = case.q.shape[1]
-    config = AttentionConfig(heads, 1, LATENT + ROPE, PAGE_SIZE, torch.bfloat16, sm_scale=SCALE, latent_dim=LATENT)
+    config = AttentionConfig(
+        case.q.shape[1], 1, LATENT + ROPE, PAGE_SIZE, case.q.dtype, kv_dtype=case.caches[0].dtype, sm_scale=SCALE,
+        latent_dim=LATENT,
+    )  # fmt: skip
     requests, pages = case.batch.block_table.shape
     capacity = Capacity(2 * requests, 2 * requests, 2 * pages, case.batch.num_pages, 1) if fixed else None
     attention = BatchAttention(config, "cuda", capacity)
@@ -159,19 +163,29 @@ def row_of(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[st
     return row
 
 
+def fp8_row(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+    """One cell of ours, with a cache of 16 bits and with one of 8."""
+    case = make_case(tree, heads)
+    narrow = case._replace(caches=[cache.to(torch.float8_e4m3fn) for cache in case.caches])
+    row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads}
+    return row | {"bf16": measure(case, ours(case)[0]), "fp8": measure(narrow, ours(narrow)[0])}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
     parser.add_argument("--batches", nargs="+", default=BATCHES)
+    parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16, without peers")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "mla.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
     limits, card, rows = ceilings(), torch.cuda.get_device_name(), list[dict[str, Any]]()
-    name = f"mla-{short_name(card)}"
+    kind, measured_row = ("mla-fp8", fp8_row) if arguments.fp8 else ("mla", row_of)
+    name = f"{kind}-{short_name(card)}"
     figures = {"card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1)}
     for heads in arguments.heads:
         for text in arguments.batches:
-            rows.append(row_of(parse_batch(text), heads, limits))
+            rows.append(measured_row(parse_batch(text), heads, limits))
             torch.cuda.empty_cache()
             print({key: cell.get("us", cell) if isinstance(cell, dict) else cell for key, cell in rows[-1].items()})
             write_result(name, figures | {"rows": with_earlier(name, rows, ("batch", "heads"))}, "triton")

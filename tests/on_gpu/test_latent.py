@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 SCALE = 192**-0.5
 SHARED, APART = PrefixTree((1, 2, 9), (384, 128, 77)), PrefixTree((5,), (700,))
 MANY = PrefixTree((6,), (150,))
+HOPPER_CACHES = (None, torch.float8_e4m3fn)  # what the Hopper kernel reads, None for 16 bits
 
 
 def config_of(heads: int, page_size: int = 64, **options: Any) -> AttentionConfig:
@@ -63,17 +64,30 @@ def check(config: AttentionConfig, batch: PagedBatch, window: int | None = None,
     assert torch.equal(attention.run(plan, q, cache, k_scale=k_scale), out)
 
 
+@pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("heads", [8, 12, 16, 20, 64, 96, 128])
 @pytest.mark.parametrize("tree", [SHARED, APART], ids=str)
-def test_decodes_equal_the_oracle(tree: PrefixTree, heads: int, page_size: int) -> None:
-    check(config_of(heads, page_size), tree_batch(tree, page_size, page_seed=1))
+def test_decodes_equal_the_oracle(tree: PrefixTree, heads: int, page_size: int, kv_dtype: torch.dtype | None) -> None:
+    check(config_of(heads, page_size, kv_dtype=kv_dtype), tree_batch(tree, page_size, page_seed=1))
 
 
+@pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
 @pytest.mark.parametrize("window", [None, 100])
-def test_several_query_tokens_and_windows_equal_the_oracle(window: int | None) -> None:
+def test_several_query_tokens_and_windows_equal_the_oracle(window: int | None, kv_dtype: torch.dtype | None) -> None:
     batch = replace(tree_batch(SHARED, 64, page_seed=1), query_lens=np.array([1, 3, 0, 60, 1, 7, 1, 1, 2], np.int32))
-    check(config_of(16), batch, window)
+    check(config_of(16, kv_dtype=kv_dtype), batch, window)
+
+
+def test_a_cache_of_8_bits_has_not_a_number() -> None:
+    """A row that is not a number reaches the requests that see it, and no others."""
+    config, batch = config_of(16, kv_dtype=torch.float8_e4m3fn), tree_batch(APART, 64)
+    q, cache = tensors_of(config, batch)
+    cache[int(batch.block_table[2, 3]), 5] = math.nan
+    attention = BatchAttention(config, "cuda")
+    out = attention.run(attention.plan(*tables_of(batch)), q, cache)
+    assert isinstance(out, torch.Tensor)
+    assert out.isnan().any(-1).any(-1).tolist() == [row == 2 for row in range(len(q))]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +96,7 @@ def test_several_query_tokens_and_windows_equal_the_oracle(window: int | None) -
         {"dtype": torch.float16},
         {"page_size": 8},
         {"kv_dtype": torch.float8_e5m2},
-        {"kv_dtype": torch.float8_e4m3fn},
+        {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn},
         {"batch_invariant": True},
         {"logits_soft_cap": None, "execution": "serial"},
     ],
@@ -93,17 +107,18 @@ def test_other_attentions_equal_the_oracle(options: dict[str, Any]) -> None:
     check(config, tree_batch(SHARED, config.page_size, page_seed=1))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
 @pytest.mark.parametrize("k_scale", [2.0, -1.0])
 def test_the_scale_of_the_rows(k_scale: float, kv_dtype: torch.dtype | None) -> None:
     check(config_of(16, kv_dtype=kv_dtype), tree_batch(SHARED, 64, page_seed=1), k_scale=k_scale)
 
 
-def test_an_h100_takes_the_hopper_kernel() -> None:
+@pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
+def test_an_h100_takes_the_hopper_kernel(kv_dtype: torch.dtype | None) -> None:
     if not card_at("cuda").model.runs_hopper_kernels:
         pytest.skip("another card")
     batch = tree_batch(SHARED, 64)
-    plan = BatchAttention(config_of(16), "cuda").plan(*tables_of(batch))
+    plan = BatchAttention(config_of(16, kv_dtype=kv_dtype), "cuda").plan(*tables_of(batch))
     assert "portable" not in plan.stats.reason
 
 

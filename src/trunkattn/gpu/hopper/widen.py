@@ -156,9 +156,9 @@ def widen(words, KIND: gl.constexpr):
 
 
 @gluon.jit
-def widen_e4m3(words, DTYPE: gl.constexpr):
+def widen_e4m3(words, dtype: gl.constexpr):
     """Converts words of e4m3 numbers to words of float16 or bfloat16."""
-    return _convert(words, _E4M3_TO_FP16 if DTYPE == gl.float16 else _E4M3_TO_BF16)
+    return _convert(words, _E4M3_TO_FP16 if dtype == gl.float16 else _E4M3_TO_BF16)
 
 
 @gluon.jit
