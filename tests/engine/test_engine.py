@@ -337,7 +337,7 @@ def test_steps_that_take_too_long_compute_less_of_a_prompt_and_answer_the_same()
 
 
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
-    ([], {}, "prompt has 0 tokens: expected 1 to 39"),
+    ([], {}, "prompt has 0 tokens: expected at least one"),
     ([1] * 40, {}, "prompt has 40 tokens: expected 1 to 39"),
     ([1, VOCAB], {}, "token id=128: expected an integer from 0 to 127"),
     ([1, -1], {}, "token id=-1"),

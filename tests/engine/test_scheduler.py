@@ -211,6 +211,24 @@ def test_nobody_waits_for_a_page_that_holds_the_last_token() -> None:
     finish_all(scheduler)
 
 
+def test_nobody_waits_for_a_page_that_is_cached() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request(range(12)))
+    finish_all(scheduler)
+    scheduler.add(make_request(range(12)))  # computes its last page again, because it needs its last token
+    scheduler.add(make_request(range(15)))
+    assert [(chunk.start, chunk.num_tokens) for chunk in step(scheduler).chunks] == [(8, 4), (12, 3)]
+    finish_all(scheduler)
+    whole = make_request(range(12))
+    whole.params = SamplingParams(prompt_logprobs=0)  # computes all of them again
+    scheduler.add(whole)
+    scheduler.add(make_request(range(15)))
+    queries = scheduler.stats.prefix_cache_queries
+    assert [(chunk.start, chunk.num_tokens) for chunk in step(scheduler).chunks] == [(0, 12), (12, 3)]
+    assert scheduler.stats.prefix_cache_queries == queries + 15, "the one that computes all has looked nothing up"
+    finish_all(scheduler)
+
+
 def test_without_prefix_caching_nobody_waits() -> None:
     scheduler = Scheduler(CacheManager(100, PAGE_SIZE, enable_prefix_caching=False), 8, 64)
     for _ in range(3):

@@ -67,6 +67,43 @@ def without(text: str, marks: list[str]) -> str:
     return text
 
 
+# What the templates of Mistral's models do with the ids of a history.
+CHECKS_IDS = (
+    "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+    '{% if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}'
+    "{% endif %}{{ call.id }}{% endfor %}{% endfor %}{{ tools }}"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_ids_of_mistrals_calls_are_such_as_its_templates_take(
+    start_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    server = start_server(tool_call_parser="mistral")
+    server.say(("[TOOL_CALLS]" if choice == "auto" else "") + '[{"name": "f", "arguments": {}}]' * 2)
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", CHECKS_IDS)
+    message = whole(server, tool_choice=choice)["message"]
+    calls = [*message["tool_calls"], *streamed(server, tool_choice=choice)[1]]
+    assert len({call["id"] for call in calls}) == len(calls) > 1 and all(call["id"].isalnum() for call in calls)
+    history = [*MESSAGES, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}]
+    answer = server.post(CHAT, BODY | {"messages": history})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("said", ['[{"name": "f", "arguments": {}}, {"name": "g", "argu', '[{"name": "f", "argu'])
+def test_what_is_left_of_a_forced_call_is_no_content(server: Any, said: str) -> None:
+    server.say(said)
+    try:
+        message = whole(server, tool_choice="required")["message"]
+        content, calls, _ = streamed(server, tool_choice="required")
+    finally:
+        del server.llm.engine._sampler.sample
+    names = ["f"] if "{}" in said else []
+    assert not message["content"] and not content
+    assert [call["function"]["name"] for call in message.get("tool_calls", ())] == names
+    assert [call["function"]["name"] for call in calls] == names
+
+
 def test_half_a_surrogate_pair_and_infinity_pass(server: Any) -> None:
     arguments = '{"a": "\\ud83d", "b": 1e999}'
     server.say(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')

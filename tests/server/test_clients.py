@@ -133,6 +133,10 @@ def test_a_page_of_an_allowed_origin_may_read_every_error(
     headers |= {"Content-Encoding": "gzip"} if status == 415 else {}
     answer = server.post(path, {"prompt": 1, "x": "y" * (2000 if status == 413 else 0)}, headers=headers)
     assert answer.status_code == status and answer.headers["access-control-allow-origin"] == origin["Origin"]
+    told = {401: "www-authenticate", 405: "allow", 429: "retry-after", 503: "retry-after"}.get(status)
+    assert told is None or (
+        told in answer.headers and told in answer.headers["access-control-expose-headers"].lower().split(", ")
+    )
     known = "other" if status == 404 else path
     assert f'requests_total{{path="{known}",status="{status}"}} 1.0' in server.get("/metrics").text
 

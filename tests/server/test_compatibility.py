@@ -66,6 +66,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "guided_json": "",
         "echo": False,
         "add_special_tokens": False,
+        "return_token_ids": False,
+        "truncation_side": "left",
         "response_format": {"type": "text", "json_schema": None},
     },
     "a choice of the form's program": {
@@ -97,6 +99,9 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"max_token": 5}, "max_token=5: did you mean max_tokens?"),
         ({"temprature": 0}, "temprature=0: did you mean temperature?"),
         ({"max_new_tokens": 5}, "expected max_tokens instead"),
+        ({"return_token_ids": True}, "return_token_ids=True: this server does not have it; leave it out"),
+        ({"min_new_tokens": 5}, "expected min_tokens instead"),
+        ({"truncation_side": "right"}, "truncation_side='right': input should be 'left'"),
         ({"guided_json": {"type": "object"}}, "expected structured_outputs instead"),
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
         ({"max_output_tokens": 5}, "expected max_tokens instead"),
@@ -105,6 +110,9 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"function_call": "none", "tools": [TOOL]}, "expected tool_choice='none' where there are tools"),
         ({"functions": [TOOL["function"]], "function_call": "auto"}, "expected tools instead"),
         ({"echo": True}, "this server sends only the answer"),
+        ({"prompt": "x"}, "expected messages instead"),
+        ({"suffix": "x"}, "this server cannot fill in"),
+        ({"best_of": 2}, "best_of=2: expected n"),
         ({"add_special_tokens": True}, "the model's template writes them"),
         (
             {"response_format": {"type": "text", "schema": {"type": "object"}}},
@@ -131,6 +139,9 @@ def test_a_name_that_would_be_missed_is_refused(server: Server, extra: dict[str,
     ("extra", "message"),
     [
         ({"response_format": {"type": "json_object"}}, "expected structured_outputs instead"),
+        ({"messages": [USER]}, "expected a request to /v1/chat/completions with it"),
+        ({"tools": [TOOL]}, "expected a request to /v1/chat/completions with it"),
+        ({"chat_template_kwargs": {"a": 1}}, "expected a request to /v1/chat/completions with it"),
         ({"max_completion_tokens": 5}, "expected max_tokens instead"),
         ({"top_logprobs": 2}, "expected logprobs, a number, instead"),
     ],
@@ -249,6 +260,15 @@ def test_every_event_has_the_counts_if_asked(server: Server) -> None:
     )
     counts = [chunk.usage.completion_tokens for chunk in made if chunk.usage]
     assert len(counts) > 1 and counts == sorted(counts) and counts[-1] == 3
+
+
+def test_the_counts_of_every_event_are_those_of_the_whole_request(server: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["x", "yz"], "n": 2, "max_tokens": 3, "ignore_eos": True, "stream": True}
+    lines = server.post(COMPLETE, body | {"stream_options": options}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    counts = [(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]) for event in events]
+    assert counts == sorted(counts) and counts[-2:] == [(3, 12)] * 2
 
 
 @pytest.mark.parametrize("end", [{"logit_bias": {"256": 100}}, {"stop": "a", "allowed_token_ids": [64]}])

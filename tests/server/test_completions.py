@@ -1,6 +1,9 @@
 """/v1/completions through the official client: every answer is the library's."""
 
+from typing import Any
+
 import pytest
+from tokenizers import processors
 
 from trunkattn import LLM, SamplingParams
 
@@ -103,3 +106,22 @@ def test_a_cached_prefix_is_counted_and_salts_part(server: Server) -> None:
     assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [
         0, 64, 0, 64, 0
     ]  # fmt: skip
+
+
+@pytest.fixture
+def beginning(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server whose tokenizer begins every text with a token."""
+    adds = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 256)])
+    monkeypatch.setattr(server.llm.tokenizer.backend_tokenizer, "post_processor", adds)
+    return server
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "cd"]])
+def test_a_text_has_the_special_tokens_that_are_asked_for(beginning: Server, prompt: Any) -> None:
+    def num_tokens(**extra: Any) -> int:
+        usage = beginning.post("/v1/completions", {"prompt": prompt, "max_tokens": 1} | extra).json()["usage"]
+        return int(usage["prompt_tokens"])
+
+    count = 1 if isinstance(prompt, str) else len(prompt)
+    assert [num_tokens(), num_tokens(add_special_tokens=True)] == [3 * count] * 2
+    assert num_tokens(add_special_tokens=False) == 2 * count

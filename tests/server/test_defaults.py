@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trunkattn import SamplingParams
+from trunkattn import LLM, SamplingParams
+from trunkattn.engine.engine import Engine
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PATHS = {"/v1/completions": {"prompt": "hi"}, "/v1/chat/completions": {"messages": MESSAGES}}
@@ -33,16 +34,16 @@ def configured(
 
 
 @pytest.fixture
-def seen(configured: Any, monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
-    """The parameters that reach the engine."""
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """The parameters that reach an engine."""
     found: list[SamplingParams] = []
-    check = configured.llm.engine.check_request
+    check = Engine.check_request
 
-    def watched(token_ids: Any, params: SamplingParams, *more: Any) -> Any:
+    def watched(engine: Engine, token_ids: Any, params: SamplingParams, *more: Any) -> Any:
         found.append(params)
-        return check(token_ids, params, *more)
+        return check(engine, token_ids, params, *more)
 
-    monkeypatch.setattr(configured.llm.engine, "check_request", watched)
+    monkeypatch.setattr(Engine, "check_request", watched)
     return found
 
 
@@ -52,8 +53,9 @@ def ask(server: Any, path: str, **body: Any) -> Any:
 
 def test_the_models_own_defaults_hold_everywhere(configured: Any, seen: list[SamplingParams]) -> None:
     expected = SamplingParams(**{**{k: v for k, v in CONFIG.items() if k != "max_new_tokens"}, "max_tokens": 9})
-    configured.llm.generate("hi")
-    configured.llm.chat(MESSAGES)
+    llm = LLM(configured.llm.info.files.path, num_pages=64)  # the thread of the server's loop has the other one
+    llm.generate("hi")
+    llm.chat(MESSAGES)
     for path in PATHS:
         assert ask(configured, path).status_code == 200
         assert ask(configured, path, **dict.fromkeys(NULLS)).status_code == 200

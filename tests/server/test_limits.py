@@ -183,6 +183,8 @@ def test_log_probabilities_of_prompts_count_too(server: Server, monkeypatch: pyt
     monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=300))
     body = BASE | {"echo": True, "logprobs": 1}
     assert server.post(COMPLETE, body | {"prompt": "x" * 100}).status_code == 200
+    kept = {"prompt": "x" * 300, "truncate_prompt_tokens": 50}
+    assert server.post(COMPLETE, body | kept).status_code == 200, "only these are read"
     for prompt in ("x" * 200, ["x" * 100] * 2):
         response = server.post(COMPLETE, body | {"prompt": prompt})
         assert response.status_code == 400 and response.json()["error"]["param"] == "logprobs"

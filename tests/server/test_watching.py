@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,10 +18,11 @@ from trunkattn.server.live import Live, _Shot
 from .conftest import NAME, PATIENCE, Server, wait_for
 
 
-def test_health_and_models(server: Server) -> None:
+def test_health_and_models(server: Server, folder: Path) -> None:
     assert server.get("/health").json() == {"status": "ok"}
     (model,) = server.client().models.list().data
-    assert model.id == NAME and server.client().models.retrieve(NAME).id == NAME
+    assert server.client().models.retrieve(NAME) == model
+    assert (model.id, model.created) == (NAME, int(folder.stat().st_mtime))
 
 
 def samples(server: Server) -> dict[str, float]:
@@ -53,6 +55,24 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert grown(f"trunkattn_http_requests_total[{path}, ('status', '400')]") == 1
     assert grown("trunkattn_http_requests_total[('path', 'other'), ('status', '404')]") == 1
     assert after["trunkattn_running_sequences[]"] == after["trunkattn_kv_pages_in_use[]"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route", "status"),
+    [
+        ("GET", f"/v1/models/{NAME}", "/v1/models/{name}", 200),
+        ("GET", "/v1/models/another/model", "/v1/models/{name}", 404),
+        ("GET", "/static/live.js", "/static/{path}", 200),
+        ("GET", "/static/nothing", "/static/{path}", 404),
+        ("DELETE", "/v1/models", "/v1/models", 405),
+        ("GET", "/v1", "other", 404),
+    ],
+)
+def test_requests_are_counted_by_their_route(server: Server, method: str, path: str, route: str, status: int) -> None:
+    name = f"trunkattn_http_requests_total[('path', '{route}'), ('status', '{status}')]"
+    before = samples(server).get(name, 0)
+    assert httpx.request(method, f"{server.url}{path}").status_code == status
+    assert samples(server)[name] == before + 1
 
 
 def snapshots(server: Server, headers: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:

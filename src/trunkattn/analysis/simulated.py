@@ -225,7 +225,7 @@ class SimulatedEngine:
         free pages only falls. If it waits for a page that is being computed, it is not blocked."""
         if self._source.knows_answers:
             return False
-        in_flight = PagesInFlight(self.cache.page_size)
+        in_flight = PagesInFlight(self.cache)
         for chunk in batch.chunks:
             in_flight.add(chunk)
         return not in_flight.holds_next_page_of(self.scheduler.waiting[0])

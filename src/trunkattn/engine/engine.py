@@ -150,8 +150,10 @@ class Engine:
         limit = self.limits.max_model_len - 1
         rules = rules or self._token_rules.check(params)
         kept = self._token_rules.truncate(prompt_token_ids, params)
-        if not 1 <= len(kept) <= limit:
-            raise (PromptTooLong if kept else ValueError)(
+        if len(kept) == 0:
+            raise ValueError(f"{name} has 0 tokens: expected at least one, which the answer follows")
+        if len(kept) > limit:
+            raise PromptTooLong(
                 f"{name} has {len(kept)} tokens: expected 1 to {limit}, because this model's maximum context length is "
                 f"{limit + 1} tokens here, by its configuration, the option max_model_len or the KV cache; shorten the "
                 f"prompt, or raise the lowest of the three"

@@ -243,7 +243,7 @@ class Scheduler:
                 the first of a batch may exceed the budget. Either way a prompt whose every logits are asked for may
                 start with a part.
         """
-        in_flight = PagesInFlight(self.cache.page_size)
+        in_flight = PagesInFlight(self.cache)
         if self.cache.enable_prefix_caching:
             for chunk in batch.chunks:
                 in_flight.add(chunk)
@@ -285,7 +285,7 @@ class Scheduler:
         batch.copies.extend(self.cache.extend(request.request_id, cached + num_tokens))
         if request.num_cached_tokens is None:
             request.num_cached_tokens = cached
-            self.stats.prefix_cache_queries += request.num_tokens
+            self.stats.prefix_cache_queries += request.num_tokens if reuse else 0
             self.stats.prefix_cache_hits += cached
         request.num_computed_tokens = cached
         budget.take(cached, num_tokens)
@@ -362,18 +362,20 @@ POLICIES: Final[Mapping[str, Callable[[Scheduler, ScheduledBatch], None]]] = Map
 
 
 class PagesInFlight:
-    """The first page that each scheduled sequence fills in this step. A request that shares the page waits one step.
+    """The first page that each scheduled sequence fills in this step. A request that shares the page waits one step,
+    unless the cache has it already: a sequence computes its last page again, and all of its prompt if it wants logits
+    there.
 
     Otherwise requests that arrive together with one long prefix would each compute it. A request only waits for a
     sequence that this step advances, so the wait ends.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, cache: CacheManager) -> None:
+        self._index, self._page_size = cache.index, cache.page_size
         self._requests: dict[int, dict[Hashable, Request]] = {}  # first token of page -> salt and tokens -> request
 
     def add(self, chunk: ScheduledChunk) -> None:
-        """Adds the first page that the chunk computes: the pages before it are already in the cache."""
+        """Adds the first page that the chunk computes."""
         first = chunk.start - chunk.start % self._page_size
         if first + self._page_size <= chunk.request.num_tokens:
             self._requests.setdefault(first, {})[self._page(chunk.request, first)] = chunk.request
@@ -381,11 +383,14 @@ class PagesInFlight:
     def holds_next_page_of(self, request: Request) -> bool:
         """Whether a scheduled sequence with the same tokens so far fills a page that `request` could reuse."""
         for first, requests in self._requests.items():
-            if first + self._page_size >= request.num_tokens:  # each request computes its own last token
+            end = first + self._page_size
+            if end >= request.num_tokens:  # each request computes its own last token
                 continue
             other = requests.get(self._page(request, first))
             if other is not None and other.token_ids[:first] == request.token_ids[:first]:
-                return True
+                cached = self._index.match(request.token_ids[:end], request.cache_salt)
+                if len(cached) * self._page_size < end:
+                    return True
         return False
 
     def _page(self, request: Request, first: int) -> Hashable:

@@ -46,6 +46,8 @@ _PAGE_HEADERS: Final = MappingProxyType(
         "frame-ancestors 'none'"
     }
 )
+# Headers of answers that a page of another origin may read beside those that every page may.
+_EXPOSED: Final = ("Allow", "Retry-After", "WWW-Authenticate")
 _JSON: Final = "application/json"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -90,11 +92,15 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_middleware(AnswerErrors)
     if options.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
         )
     app.add_middleware(CheckHost, options=options)
     app.add_middleware(ReadTarget)
-    app.add_middleware(CountRequests, metrics=metrics, paths=[getattr(route, "path", "") for route in app.routes])
+    app.add_middleware(CountRequests, metrics=metrics, routes=app.routes)
     return app
 
 
@@ -131,7 +137,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             if (body.prompt is None) == (body.messages is None):
                 raise BadRequest("prompt: expected either prompt or messages", "prompt")
             if body.prompt is not None:
-                token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens)
+                token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens is not False)
             else:
                 token_ids = await service.chat_tokens(
                     body.messages or [],
@@ -243,4 +249,10 @@ def _tenant(request: Request, options: ServerOptions) -> str | None:
 def _model(service: Service) -> dict[str, Any]:
     limit = service.llm.engine.limits.max_model_len
     name = service.options.served_model_name
-    return {"id": name, "object": "model", "created": 0, "owned_by": "trunkattn", "max_model_len": limit}
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.model_created,
+        "owned_by": "trunkattn",
+        "max_model_len": limit,
+    }

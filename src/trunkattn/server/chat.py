@@ -11,13 +11,13 @@ from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.errors import BadRequest
+from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
 from trunkattn.server.service import Caller, Service, num_places
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
-from trunkattn.server.tool_calls import FORCED, TOOL_CALL_PARSERS, ParsedAnswer
+from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer, new_call_id, parse_forced
 from trunkattn.server.usage import usage_of, usage_so_far
 from trunkattn.validate import shown
 
@@ -44,7 +44,7 @@ class Chat:
         """The checked request: a list of one."""
         service, body = self._service, self._body
         service.check_model(body.model)
-        service.check_count(1, body.n)
+        service.check_count(1, body)
         forced = await service.lanes.run(self._caller.num_bytes, self._forced_calls)
         params = service.params(body, **self._changes(forced))
         token_ids = await service.chat_tokens(
@@ -57,11 +57,13 @@ class Chat:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        return [await service.submission("messages", token_ids, params, self._caller)]
+        with told_as(self._form):
+            return [await service.submission("messages", token_ids, params, self._caller)]
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
-        outputs = await self._service.finished(submissions, self.id)
+        with told_as(self._form):
+            outputs = await self._service.finished(submissions, self.id)
         return await self._service.render(num_places(outputs[0]), lambda rest: self._response(outputs, rest))
 
     def _response(self, outputs: Sequence[RequestOutput], rest: Rest) -> str:
@@ -70,7 +72,7 @@ class Chat:
             parsed = self._parse(answer.text)
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
             if parsed.calls:
-                message |= {"content": parsed.content or None, "tool_calls": [call.as_json() for call in parsed.calls]}
+                message |= {"content": parsed.content or None, "tool_calls": self._told(parsed)}
             logprobs: dict[str, Any] | None = None
             if answer.logprobs is not None:
                 logprobs = {"content": _logprobs(answer, 0, self._num_top, rest) or [], "refusal": None}
@@ -83,14 +85,22 @@ class Chat:
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
         writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
-        async for grown in self._service.grow(submissions, self.id):
-            newest = [grown.output]
-            work = partial(self._events, grown.output, progress, writer)
-            for event in await self._service.render(num_places(grown.output, progress.values()), work):
-                yield event
+        with told_as(self._form):
+            async for grown in self._service.grow(submissions, self.id):
+                newest = [grown.output]
+                work = partial(self._events, grown.output, progress, writer)
+                for event in await self._service.render(num_places(grown.output, progress.values()), work):
+                    yield event
         if self._options.include_usage:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
         yield writer.done()
+
+    @property
+    def _form(self) -> str:
+        """The field that says what form the answer has."""
+        if self._calls_are_forced:
+            return "tools"
+        return "response_format" if self._body.structured_outputs is None else "structured_outputs"
 
     def _events(
         self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
@@ -101,11 +111,11 @@ class Chat:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
                 first = self._chunk(answer, {"role": "assistant", "content": ""})
-                events.append(writer.event(first | usage_so_far(output, self._options)))
+                events.append(writer.event(first | usage_so_far([output], self._options)))
             if progress[answer.index].ended:  # all of it is told, and to parse it again takes time in every step
                 continue
             for chunk in self._chunks(answer, progress[answer.index], rest):
-                events.append(writer.event(chunk | usage_so_far(output, self._options), rest))
+                events.append(writer.event(chunk | usage_so_far([output], self._options), rest))
         return events
 
     def _chunks(self, answer: CompletionOutput, sent: Progress, rest: Rest) -> list[dict[str, Any]]:
@@ -119,7 +129,7 @@ class Chat:
             chunks.append(self._chunk(answer, {"content": text}, logprobs))
         if sent.just_ended:
             if parsed.calls:
-                calls = [{"index": number, **call.as_json()} for number, call in enumerate(parsed.calls)]
+                calls = [{"index": number, **call} for number, call in enumerate(self._told(parsed))]
                 chunks.append(self._chunk(answer, {"tool_calls": calls}))
             chunks.append(self._chunk(answer, {}, ending=_ending(answer, bool(parsed.calls))))
         return chunks
@@ -174,11 +184,15 @@ class Chat:
 
     def _parse(self, text: str) -> ParsedAnswer:
         if self._calls_are_forced:
-            return FORCED(text)
+            return parse_forced(text)
         parsed = self._parser.parse(text) if self._may_call else ParsedAnswer(text)
         if self._body.parallel_tool_calls is False:  # the model may write more calls than the client takes
             return replace(parsed, calls=parsed.calls[:1])
         return parsed
+
+    def _told(self, parsed: ParsedAnswer) -> list[dict[str, Any]]:
+        """The calls of an answer, each with an id."""
+        return [call.as_json(new_call_id(self._service.options.tool_call_parser)) for call in parsed.calls]
 
     def _chunk(
         self,

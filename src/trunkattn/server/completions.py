@@ -50,16 +50,17 @@ class Completion:
         service, body = self._service, self._body
         service.check_model(body.model)
         prompts = _prompts(body.prompt)
-        service.check_count(len(prompts), body.n)
-        if body.best_of not in (None, body.n):
-            raise BadRequest(f"best_of={body.best_of}: expected n, because every answer is returned", "best_of")
+        service.check_count(len(prompts), body)
         params = service.params(body, **self._changes())
         checked = []
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
             is_text = isinstance(prompt, str)
             truncates = params.truncate_prompt_tokens is not None
-            token_ids = await service.tokens(prompt, name, truncates=truncates) if isinstance(prompt, str) else prompt
+            if isinstance(prompt, str):
+                token_ids = await service.tokens(prompt, name, body.add_special_tokens, truncates)
+            else:
+                token_ids = prompt
             submission = await service.submission(name, token_ids, params, self._caller)
             checked.append(submission)
             if body.echo:
@@ -102,18 +103,25 @@ class Completion:
         async for grown in self._service.grow(submissions, self.id):
             output = newest[grown.prompt] = self._shown(grown.output)
             told = progress[grown.prompt]
-            work = partial(self._events, grown.prompt, output, told, writer)
+            usage = usage_so_far(list(newest.values()), self._options)
+            work = partial(self._events, grown.prompt, output, told, usage, writer)
             for event in await self._service.render(num_places(output, told.values()), work):
                 yield event
         if self._options.include_usage:
-            usage = usage_of([newest[prompt] for prompt in range(len(submissions))])
-            yield writer.event(self._envelope([]) | {"usage": usage.as_json()})
+            whole = usage_of(list(newest.values()))
+            yield writer.event(self._envelope([]) | {"usage": whole.as_json()})
         yield writer.done()
 
     def _events(
-        self, prompt: int, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
+        self,
+        prompt: int,
+        output: RequestOutput,
+        progress: dict[int, Progress],
+        usage: dict[str, Any],
+        writer: StreamWriter,
+        rest: Rest,
     ) -> list[str]:
-        """Events of what is new of a prompt's output."""
+        """Events of what is new of a prompt's output. usage: the field of that name."""
         events = []
         for answer in output.outputs:
             sent = progress.setdefault(answer.index, Progress())
@@ -123,7 +131,7 @@ class Completion:
             if piece.text or has_logprobs or sent.just_ended:
                 sent.begun = True
                 event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
-                events.append(writer.event(event | usage_so_far(output, self._options), rest))
+                events.append(writer.event(event | usage, rest))
         return events
 
     def _shown(self, output: RequestOutput) -> RequestOutput:

@@ -85,14 +85,27 @@ def failure(error: BaseException) -> JSONResponse:
 
 
 @contextmanager
-def bad_request() -> Iterator[None]:
+def bad_request(field: str = "") -> Iterator[None]:
     """Turns the library's `name=value: expected ...` into an error of the request. It is only for checks of a request:
-    the same errors elsewhere are the server's."""
+    the same errors elsewhere are the server's. field: that the names belong to."""
     try:
         yield
     except (TypeError, ValueError) as error:
+        message = str(error) if str(error).startswith(field) else f"{field}.{error}"
         code = TOO_LONG if isinstance(error, PromptTooLong) else None
-        raise BadRequest(str(error), param_of(str(error)), code=code) from error
+        raise BadRequest(message, param_of(message), code=code) from error
+
+
+@contextmanager
+def told_as(field: str, name: str = "structured_outputs") -> Iterator[None]:
+    """Calls a field in errors as the request does. name: what the library calls it."""
+    try:
+        yield
+    except BadRequest as error:
+        if error.param is None or not error.param.startswith(name):
+            raise
+        param, message = (field + text.removeprefix(name) for text in (error.param, str(error)))
+        raise BadRequest(message, param, error.status, error.code) from error
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkattn.server.errors import error_response, failure
@@ -32,11 +33,11 @@ _DRAIN_SECONDS: Final = 10.0
 
 
 class CountRequests:
-    """Counts every request by its path and status. Paths that do not exist count as one, or anybody could fill the
-    memory with them."""
+    """Counts every request by its route and status. All paths of one route count as one, and so do those that do not
+    exist, or anybody could fill the memory with them."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,11 +45,16 @@ class CountRequests:
 
         async def count(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.requests.labels(path, str(message["status"])).inc()
+                self._metrics.requests.labels(self._route(scope), str(message["status"])).inc()
             await send(message)
 
         await self._app(scope, receive, count)
+
+    def _route(self, scope: Scope) -> str:
+        """The form of a path, such as /v1/models/{name}."""
+        asked = {**scope, "root_path": ""}  # which a mounted folder sets to its own name
+        found = (route for route in self._routes if route.matches(asked)[0] is not Match.NONE)
+        return next((route.path_format for route in found if isinstance(route, Route | Mount)), "other")
 
 
 class AnswerErrors:

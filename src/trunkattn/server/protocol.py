@@ -10,7 +10,7 @@ Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai/en/
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.server.body import Body, refuse
@@ -127,6 +127,16 @@ _OTHER_FORMS: Final = (
     *("json_schema", "regex", "grammar", "ebnf", "structural_tag"),
 )
 _ONE_FORM: Final = "this server has one way to write a form; leave it out"
+# Fields of vLLM's requests that change an answer, or what is told of it, and that are not here
+_OTHER_ANSWERS: Final = (
+    *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
+    *("repetition_detection", "thinking_token_budget", "watermarking", "vllm_xargs"),
+)
+# Fields of a chat that say what the model is to read
+_OF_CHATS: Final = (
+    *("messages", "tools", "functions", "documents", "chat_template", "chat_template_kwargs"),
+    "continue_final_message",
+)
 
 
 class StructuredOutputs(Body):
@@ -151,6 +161,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """How to sample. None: the model's default.
 
+    best_of: as many as `n`, because no answer is thrown away here. truncation_side: where a prompt is cut.
     user: a name that goes into the log. cache_salt: only requests of equal salt share cached prefixes.
     """
 
@@ -161,6 +172,12 @@ class Sampling(Body):
         {
             **dict.fromkeys(_OTHER_FORMS, "expected structured_outputs instead"),
             **dict.fromkeys(("max_new_tokens", "max_output_tokens", "n_predict"), "expected max_tokens instead"),
+            **dict.fromkeys(_OTHER_ANSWERS, "this server does not have it; leave it out"),
+            "logprob_token_ids": "expected logprobs instead",
+            "min_new_tokens": "expected min_tokens instead",
+            "stop_regex": "expected stop instead",
+            "no_stop_trim": "expected include_stop_str_in_output instead",
+            "suffix": "this server cannot fill in; leave it out",
             "use_beam_search": "this server has no beam search; leave it out",
             "logits_processors": "this server runs no code of a request; leave it out",
             "prompt_logprobs": "expected echo and logprobs of /v1/completions instead",
@@ -169,6 +186,7 @@ class Sampling(Body):
     )
     model: Label | None = None
     n: int = 1
+    best_of: int | None = None
     temperature: Temperature | None = None
     top_p: Number | None = None
     top_k: TopK | None = None
@@ -187,6 +205,7 @@ class Sampling(Body):
     bad_words: BadWords | None = None
     allowed_token_ids: AllowedIds | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -197,13 +216,14 @@ class Sampling(Body):
 
 
 class CompletionRequest(Sampling):
-    """Body of /v1/completions. best_of: as many as `n`, because no answer is thrown away here."""
+    """Body of /v1/completions. add_special_tokens: a text becomes tokens with those that the tokenizer adds, such as
+    one that begins it."""
 
     most_values = LIMITS.values
     refused = MappingProxyType(
         {
             **Sampling.refused,
-            "suffix": "this server cannot fill in; leave it out",
+            **dict.fromkeys(_OF_CHATS, "expected a request to /v1/chat/completions with it"),
             "response_format": "expected structured_outputs instead",
             "max_completion_tokens": "expected max_tokens instead",
             "top_logprobs": "expected logprobs, a number, instead",
@@ -212,7 +232,7 @@ class CompletionRequest(Sampling):
     prompt: Prompt
     echo: bool = False
     logprobs: Annotated[int, Field(le=LIMITS.logprobs)] | None = None
-    best_of: int | None = None
+    add_special_tokens: bool = True
 
 
 def _text_type(given: Any) -> Any:
@@ -325,6 +345,7 @@ class ChatCompletionRequest(Sampling):
     refused = MappingProxyType(
         {
             **Sampling.refused,
+            "prompt": "expected messages instead",
             "functions": "expected tools instead",
             "audio": "this server makes only text; leave it out",
             "web_search_options": "this server asks no other host; leave it out",
@@ -352,14 +373,26 @@ class ChatCompletionRequest(Sampling):
 class TokenizeRequest(Body):
     """Body of /tokenize: a text or a conversation, with what a chat's prompt is made of."""
 
+    refused = MappingProxyType({"return_token_strs": "expected /detokenize for the text of tokens"})
     model: Label | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: AnyJson | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> "TokenizeRequest":
+        """Fields of a text do nothing beside a conversation, and the other way round."""
+        if self.messages is not None and self.add_special_tokens:
+            raise refuse("refused_field", "add_special_tokens=True: the model's template writes them; leave it out")
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+            value = getattr(self, name)
+            if self.prompt is not None and value not in (type(self).model_fields[name].default, [], {}):
+                raise refuse("refused_field", f"{name}={shown(value)}: expected messages, not a prompt, beside it")
+        return self
 
 
 class DetokenizeRequest(Body):

@@ -93,6 +93,7 @@ class Service:
         vocabulary = {} if llm.tokenizer is None else llm.tokenizer.get_vocab()
         self.special_ids = special_ids(llm.tokenizer)
         self.token_bytes = TokenBytes(llm.tokenizer)
+        self.model_created = int(llm.info.files.path.stat().st_mtime)
         self._held_logprobs, self._held_form_seconds = 0, 0.0  # of the requests that are being answered
         self._most_tokens = options.max_prompt_tokens or llm.engine.limits.max_model_len
         self._most_characters = self._most_tokens * max(map(len, vocabulary), default=1)
@@ -201,7 +202,7 @@ class Service:
             values["stop"] = tuple([body.stop] if isinstance(body.stop, str) else body.stop)
         if body.structured_outputs is not None:
             form = body.structured_outputs
-            with bad_request():
+            with bad_request("structured_outputs"):
                 values["structured_outputs"] = StructuredOutputsParams(
                     form.json_, form.regex, form.choice, form.grammar, form.json_object
                 )
@@ -219,14 +220,17 @@ class Service:
             params = replace(params, max_tokens=params.max_tokens or most)
         return params
 
-    def check_count(self, num_prompts: int, n: int) -> None:
+    def check_count(self, num_prompts: int, body: Sampling) -> None:
         """Raises BadRequest if a request wants no answer, too many, or more prompts than may ever wait together."""
+        n = body.n
         if n < 1:
             message = f"n={written(n)}: expected an integer from 1 to {self.options.max_answers}"
             raise BadRequest(message, "n")
         if num_prompts * n > self.options.max_answers:
             what = f"n={n} for {num_prompts} prompts" if num_prompts > 1 else f"n={n}"
             raise BadRequest(f"{what}: expected at most {self.options.max_answers} answers in all", "n")
+        if body.best_of not in (None, n):
+            raise BadRequest(f"best_of={body.best_of}: expected n, because every answer is returned", "best_of")
         if num_prompts > (most := self.options.max_waiting):
             words = f"prompt has {num_prompts} items: expected at most {most}, because no more may wait at a time"
             raise BadRequest(words, "prompt")
@@ -348,10 +352,11 @@ class Service:
 
     def _num_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Log-probabilities that a prompt and its answers may have. Raises BadRequest if they are too many."""
-        longest = self.llm.engine.limits.max_model_len
+        longest, kept = self.llm.engine.limits.max_model_len, params.truncate_prompt_tokens
         tokens = min(params.max_tokens or longest, longest)
         own = 0 if params.logprobs is None else params.n * tokens * (params.logprobs + 1)
-        prompt = 0 if params.prompt_logprobs is None else num_prompt_tokens * (params.prompt_logprobs + 1)
+        read = min(num_prompt_tokens, longest if kept is None or kept == -1 else kept)
+        prompt = 0 if params.prompt_logprobs is None else read * (params.prompt_logprobs + 1)
         _check_room(own + prompt, 0.0)
         return own + prompt
 

@@ -11,7 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -34,11 +34,10 @@ class Call:
 
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, call_id: str) -> dict[str, Any]:
         """The call as OpenAI's API shapes it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
@@ -218,5 +217,15 @@ TOOL_CALL_PARSERS: Final[Mapping[str, Parser]] = MappingProxyType(
         "mistral": Marked("[TOOL_CALLS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), read_named_calls),
     }
 )
-# What an answer is parsed by if the request forces a call: it is a JSON list of calls then.
-FORCED: Final[Callable[[str], ParsedAnswer]] = WholeJson().parse
+
+
+def parse_forced(text: str) -> ParsedAnswer:
+    """An answer that its request forces into a JSON list of calls. What stands there of a call that is cut off is
+    nothing for the reader."""
+    return ParsedAnswer("", read_calls(text)[0])
+
+
+def new_call_id(parser: str) -> str:
+    """An id of a call, which clients send back with its result. Mistral's templates refuse ids that are not nine
+    letters and digits."""
+    return uuid.uuid4().hex[:9] if parser == "mistral" else f"call_{uuid.uuid4().hex}"

@@ -35,9 +35,13 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def usage_so_far(output: RequestOutput, options: StreamOptions) -> dict[str, Any]:
-    """The field `usage` of an event before the last one, if it has one: null, unless every event is to have the
-    counts."""
+def usage_so_far(outputs: Sequence[RequestOutput], options: StreamOptions) -> dict[str, Any]:
+    """The field `usage` of an event before the last one, if it has one: null, unless every event is to have the counts.
+
+    Args:
+        outputs: those of the request's prompts that have one by now.
+        options: what the request asks for.
+    """
     if options.continuous_usage_stats:
-        return {"usage": usage_of([output]).as_json()}
+        return {"usage": usage_of(outputs).as_json()}
     return {"usage": None} if options.include_usage else {}
