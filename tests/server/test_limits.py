@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
-from trunkattn.server import ServerOptions, limits, running, service
+from trunkattn.server import ServerOptions, conversation, limits, running, service
 from trunkattn.server.json_size import json_size
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
@@ -134,7 +134,7 @@ def test_numbers_that_take_long_to_be_read_are_refused_before(
     call = {"function": {"name": "f", "arguments": f'{{"x": ["1", {number}]}}'}}
     body = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
     with monkeypatch.context() as patches:
-        patches.setattr(service, "_arguments", None)
+        patches.setattr(conversation, "_arguments", None)
         refused = server.post(CHAT, body)
     assert refused.status_code == 400 and "at most 512 digits" in refused.json()["error"]["message"]
     assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
@@ -165,7 +165,7 @@ def test_texts_and_token_ids_may_be_long(server: Server) -> None:
 def test_the_calls_of_a_conversation_are_counted_before_they_are_read(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_arguments", None)
+    monkeypatch.setattr(conversation, "_arguments", None)
     response = server.post(CHAT, {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": MANY_CALLS}]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages[1].tool_calls[2].function.arguments"

@@ -9,18 +9,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
 from trunkattn.engine.engine import CheckedRequest
-from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.prompts import ChatOptions, own_variables, read_arguments, render_template, unread_variables
+from trunkattn.engine.prompts import ChatOptions, own_variables, render_template, unread_variables
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.body import LONGEST_NAME, Reading, closest
+from trunkattn.server.conversation import as_read, check_arguments
 from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
 from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
-from trunkattn.server.json_size import json_size
 from trunkattn.server.lanes import Lanes, Rest, no_rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics, RequestTimes
@@ -143,9 +142,9 @@ class Service:
         """
 
         def render(rest: Rest) -> str:
-            _check_arguments(messages, rest)
+            check_arguments(messages, rest)
             with bad_request():
-                conversation = [_message(message, place, rest) for place, message in enumerate(messages)]
+                conversation = [as_read(message, place, rest) for place, message in enumerate(messages)]
                 described = [tool.model_dump(exclude_none=True) for tool in tools]
                 chat = ChatOptions(tools=described or None, **options)
                 chat = self._readable(chat)
@@ -410,45 +409,3 @@ def _check_sound(output: RequestOutput) -> None:
         if answer.finish_reason == "error":
             message = str(answer.error)
             raise BadRequest(message, param_of(message)) if answer.is_bad else AnswerFailed(message)
-
-
-def _message(message: Message, place: int, rest: Rest) -> dict[str, Any]:
-    """A message as chat templates read it: its content is a text, and the arguments of a call are a mapping."""
-    values = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        parts = [part.refusal if part.type == "refusal" else part.text for part in message.content]
-        values["content"] = "\n".join(parts)
-    values.setdefault("content", "")
-    for number, call in enumerate(values.get("tool_calls", ())):
-        rest()
-        given = call["function"]["arguments"]
-        name = f"messages[{place}].tool_calls[{number}].function.arguments"
-        if isinstance(given, str):
-            call["function"]["arguments"] = _arguments(name, given)
-    return values
-
-
-def _check_arguments(messages: Sequence[Message], rest: Rest) -> None:
-    """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written."""
-    total = 0
-    for place, message in enumerate(messages):
-        for number, call in enumerate(message.tool_calls or ()):
-            rest()
-            given = call.function.arguments
-            if not isinstance(given, str):
-                continue
-            size = json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes, LIMITS.digits)
-            total += size.values + size.nodes
-            name = f"messages[{place}].tool_calls[{number}].function.arguments"
-            if total > LIMITS.nodes:
-                raise BadRequest(f"{name}: expected at most {LIMITS.nodes} values in all calls", name)
-            if size.has_long_number:
-                raise BadRequest(f"{name}: expected numbers of at most {LIMITS.digits} digits", name)
-
-
-def _arguments(name: str, text: str) -> Any:
-    """The arguments of a call as `read_arguments` reads them, of as many levels as any JSON of a request."""
-    found = read_arguments(name, text)
-    if depth_of(found, LIMITS.depth) > LIMITS.depth:
-        raise BadRequest(f"{name}={shown(text)}: expected JSON of at most {LIMITS.depth} levels", name)
-    return found
