@@ -109,6 +109,12 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         "tools[0].function.name",
         "tools[0].function.name='': expected a text that is not empty",
     ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "min_tokens": 5, "max_tokens": 9, "max_completion_tokens": 3},
+        "min_tokens",
+        "min_tokens=5: expected at most max_completion_tokens=3",
+    ),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "expected logprobs=true"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),

@@ -75,7 +75,8 @@ def test_one_request_too_many_is_told_to_come_back(start_server: Callable[..., S
     wait_for(lambda: loop.num_waiting == 1)
     refused = server.post("/v1/completions", LONG)
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
-    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
     streamed = server.post("/v1/completions", LONG | {"stream": True})
     assert streamed.status_code == 429  # before the stream begins, an error has a status of its own
     release.set()

@@ -142,6 +142,9 @@ class Chat:
             if body.max_completion_tokens < 1:
                 message = f"max_completion_tokens={body.max_completion_tokens}: expected an integer of at least 1"
                 raise BadRequest(message, "max_completion_tokens")
+            if (least := body.min_tokens or 0) > body.max_completion_tokens:
+                most = f"max_completion_tokens={body.max_completion_tokens}"
+                raise BadRequest(f"min_tokens={least}: expected at most {most}", "min_tokens")
             changes["max_tokens"] = body.max_completion_tokens
         if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs is given without logprobs: expected logprobs=true", "top_logprobs")
