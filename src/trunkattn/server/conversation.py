@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trunkattn.engine.config import shown
 from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.prompts import read_arguments
 from trunkattn.server.errors import BadRequest
@@ -11,6 +10,7 @@ from trunkattn.server.json_size import json_size
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import Message
+from trunkattn.validate import shown
 
 
 def as_read(message: Message, place: int, rest: Rest) -> dict[str, Any]:
