@@ -242,7 +242,11 @@ def deepseek(**options: Any) -> AttentionConfig:
         ({"heads": 128, "page_size": 16, "dtype": torch.float16}, None),
         ({"latent_dim": 256}, "rows of 256 + 64 numbers: expected 512 + 64"),
         ({"dtype": torch.float32}, "float32 queries: expected bfloat16 or float16"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "float8_e4m3fn caches: expected bfloat16, as the queries"),
+        ({"kv_dtype": torch.float8_e4m3fn}, None),
+        (
+            {"kv_dtype": torch.float8_e5m2},
+            "float8_e5m2 caches: expected bfloat16, as the queries, or float8_e4m3fn",
+        ),
         ({"page_size": 8}, "page_size 8: expected a multiple of 16"),
         ({"batch_invariant": True}, "batch_invariant=True: expected False"),
         ({"sinks": True}, "sinks: expected none"),
