@@ -119,7 +119,7 @@ class BatchAttention:
 
     Args:
         config: shape and options.
-        device: where q and the caches live.
+        device: where q and the caches live. Of "cuda" it is the GPU that is current now.
         capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of fixed sizes,
             and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without one, a
             later plan may move the workspace, and a graph must not be replayed after it.
@@ -141,6 +141,8 @@ class BatchAttention:
         self.config, self.device, self.capacity = config, torch.device(device), capacity
         if self.device.type == "cpu":
             self.device = torch.device("cpu")  # tensors there have no index
+        elif self.device.index is None:  # its arrays stay on one GPU, whichever is current later
+            self.device = torch.device(self.device.type, torch.cuda.current_device())
         source = import_module(BACKENDS[self.device.type].source)
         self._backend: Backend[Any] = source.make(config, self.device, capacity)
 

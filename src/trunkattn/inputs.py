@@ -313,7 +313,7 @@ def _tensor(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
     check_dense(name, tensor)
-    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+    if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if dtype is not None and tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, inputs, validate
+from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, inputs, validate
 
 GOOD = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
 NUM_PAGES = 8
@@ -106,6 +107,28 @@ def test_a_bad_capacity(name: str, value: Any, error: type[Exception]) -> None:
 def test_a_bad_constructor_call(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BatchAttention(*arguments)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert GOOD.supports("cuda:2") == ["device cuda: torch finds 2 CUDA devices, numbered from 0"]
+
+
+def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans lie there, so a layer on another GPU is refused, also if that one is current by then."""
+    made: list[torch.device] = []
+    source = SimpleNamespace(make=lambda config, device, capacity: made.append(device))
+    monkeypatch.setattr(AttentionConfig, "supports", lambda self, device: [])
+    monkeypatch.setattr("trunkattn.attention.import_module", lambda name: source)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    attention = BatchAttention(GOOD)
+    assert made == [attention.device] == [torch.device("cuda:1")]
+    step = SimpleNamespace(num_query_tokens=3)
+    with FakeTensorMode():
+        far = {name: torch.empty(tensor.shape, device="cuda:0") for name, tensor in RUN.items()}
+        with pytest.raises(ValueError, match="q is on cuda:0: expected cuda:1, like the BatchAttention"):
+            attention.run(Plan(step, attention, 7, 0), **far)
 
 
 def test_supports_names_what_is_missing() -> None:

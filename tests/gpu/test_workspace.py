@@ -12,13 +12,24 @@ from trunkattn.gpu import workspace
 from trunkattn.gpu.arrays import Arrays
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts, card_of
+from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
+from trunkattn.planner.splitting import UNLIMITED
 
 CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=16, dtype=torch.bfloat16)
+H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
+SMALL, ONE, STARTS = Capacity(1, 1, 1, 1), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
+NO_MEMORY = (
+    r"capacity=Capacity\(max_requests=1, .* makes plans for which there is no memory on cpu: expected smaller"
+)
+
+
+def no_memory(*arguments: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
 
 def inputs(**scales: Any) -> LayerInputs:
@@ -83,24 +94,39 @@ def test_partial_states_that_no_memory_holds_are_refused(
 
 
 def test_lists_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
-    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), facts=facts)
-    one, starts = np.ones(1, np.int32), np.arange(2, dtype=np.int32)
-
-    def no_memory(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
+    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), facts=H100)
     with monkeypatch.context() as patch:
         patch.setattr(Arrays, "place", no_memory)
         with pytest.raises(ValueError, match="policy='cascade' makes lists for which there is no memory: expected a"):
-            backend.plan(StepTables(one[:, None], one, starts))
-    backend.plan(StepTables(one[:, None], one, starts)).check()
+            backend.plan(StepTables(ONE[:, None], ONE, STARTS))
+    backend.plan(StepTables(ONE[:, None], ONE, STARTS)).check()
+
+
+@pytest.mark.parametrize("owner", [Workspace, DevicePlanner])
+def test_a_capacity_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch, owner: type) -> None:
+    monkeypatch.setattr(owner, "_allocate", no_memory)
+    with pytest.raises(ValueError, match=NO_MEMORY):
+        GpuBackend(CONFIG, torch.device("cpu"), SMALL, facts=H100)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_plan_within_a_capacity_that_no_memory_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    backend = GpuBackend(CONFIG, torch.device("cpu"), SMALL, facts=H100)
+    tables = 0 * ONE[:, None], ONE, STARTS
+    monkeypatch.setattr(Arrays, "reserve", no_memory)
+    with pytest.raises(ValueError, match=NO_MEMORY):
+        if on_device:
+            backend.plan_on_device(tuple(map(torch.from_numpy, tables)), UNLIMITED)  # type: ignore[arg-type]
+        else:
+            backend.plan(StepTables(*tables))
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 128])
 def test_partial_states_of_latent_attention_do_not_grow_with_query_tokens(heads: int) -> None:
     """As `docs/guide/cuda-graphs-and-capacity.md` says; a plan with prompt chunks has slots for these, too."""
-    card = card_of(GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
+    card = card_of(H100)
     latent = AttentionConfig(heads, 1, 576, 64, torch.bfloat16, latent_dim=512, sm_scale=0.1)
     apart = AttentionConfig(32, 8, 128, 16, torch.bfloat16)
 

@@ -52,10 +52,7 @@ def attention_config(info: ModelInfo, config: EngineConfig) -> AttentionConfig:
         execution=config.execution,
         latent_dim=layer.latent_dim,
     )
-    if 0 < torch.cuda.device_count() <= (info.device.index or 0):
-        reasons = [f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"]
-    else:
-        reasons = attention.supports(info.device)
+    reasons = attention.supports(info.device)
     if reasons:
         raise ValueError(
             f"device={str(info.device)!r} cannot run this model's attention: {'; '.join(reasons)}; choose "

@@ -5,6 +5,9 @@ rows of tiles. In a batch-invariant plan every request is rows of tiles, because
 how many tokens come with it. The same holds for a latent cache, which no prefill kernel reads.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -34,6 +37,20 @@ def make(config: AttentionConfig, device: torch.device, capacity: Capacity | Non
     return GpuBackend(config, device, capacity)
 
 
+@contextmanager
+def _memory_for(capacity: Capacity | None, device: torch.device) -> Iterator[None]:
+    """Says in one sentence that there is no memory for what is made of a capacity."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        if capacity is None:
+            raise
+        raise ValueError(
+            f"capacity={capacity} makes plans for which there is no memory on {device}: expected smaller bounds, "
+            "most of all a smaller max_query_tokens or max_pages_per_request"
+        ) from error
+
+
 def _is_readable(rows: torch.Tensor) -> bool:
     """Whether kernels read [tokens, heads, head_dim] where they lie. Tokens may have any stride."""
     return rows.stride(2) == 1 and rows.shape[1] * rows.stride(1) <= GPU_OFFSET_END
@@ -55,13 +72,14 @@ class GpuBackend:
         card = card_of(facts or facts_of(device))
         kernels = kernels_of(config, card)
         self.config, self.device, self._capacity, self._kernels = config, device, capacity, kernels
-        self._planner = make_step_planner(config, kernels, card, device, capacity)
+        with _memory_for(capacity, device):
+            self._planner = make_step_planner(config, kernels, card, device, capacity)
+            limits = self._planner.limits
+            self._workspace = Workspace(config, limits.slots if limits else 1, device)
         self._chunks = None
         if kernels.prefill_tile:
             self._chunks = ChunkPlanner(config, kernels.prefill_tile, card.num_sms, capacity)
         self._arrays = Arrays(kernels, card, device, streams=config.execution == "streams")
-        limits = self._planner.limits
-        self._workspace = Workspace(config, limits.slots if limits else 1, device)
         self._scales = Scales(config, head_groups(config, kernels.tiles), device)
 
     @property
@@ -86,7 +104,7 @@ class GpuBackend:
             return self._plan(batch, into.gpu_plan if into else None)
         except Exception as error:
             self._planner.forget()  # its forest may already be that of this batch, which has no plan
-            if self._capacity is None and isinstance(error, MemoryError | torch.OutOfMemoryError):
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise ValueError(too_large(self.config.policy, "lists for which there is no memory")) from error
             raise
 
@@ -175,7 +193,8 @@ class GpuBackend:
         assert self._planner.limits and self._capacity
         several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
         chunk_limits = self._chunks.limits if self._chunks and with_chunks else None
-        return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
+        with _memory_for(self._capacity, self.device):
+            return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
 
     def _geometry(self, window: int, several: bool) -> Geometry:
         """The geometry of a plan. several: a request among the rows of tiles may have several query tokens."""

@@ -317,6 +317,8 @@ def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = 
 
 def unsupported(config: AttentionConfig, device: torch.device) -> list[str]:
     """Why a GPU does not run an attention; empty: it does."""
+    if 0 < torch.cuda.device_count() <= (device.index or 0):
+        return [f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"]
     reasons = [] if torch.cuda.is_available() else ["torch finds no CUDA device"]
     if find_spec("triton") is None:
         reasons.append("the package triton is not installed; use pip install triton")
