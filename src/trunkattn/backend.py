@@ -20,6 +20,12 @@ def no_partials(config: AttentionConfig, num_slots: int) -> str:
     return too_large(config.policy, f"{states}, for which there is no memory")
 
 
+def write_back(computed: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies a result into the tensor of a caller, which may be one of inference mode: kernels write to those, too."""
+    with torch.inference_mode():
+        out.copy_(computed)
+
+
 class Counters(NamedTuple):
     """Counts of a plan that need no wait for the device.
 

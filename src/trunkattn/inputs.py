@@ -297,6 +297,8 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
         )
     if sinks is not None:
         _tensor("sinks", sinks, (config.num_qo_heads,), None, device)
+        if sinks.itemsize < 2:  # not every card converts them
+            raise TypeError(f"sinks has dtype {sinks.dtype}: expected a floating dtype of 16 bits or more")
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_scale(name, getattr(inputs, name), heads, device)
     _check_product(config, inputs, device)

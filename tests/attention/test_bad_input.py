@@ -124,11 +124,10 @@ def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     attention = BatchAttention(GOOD)
     assert made == [attention.device] == [torch.device("cuda:1")]
-    step = SimpleNamespace(num_query_tokens=3)
     with FakeTensorMode():
         far = {name: torch.empty(tensor.shape, device="cuda:0") for name, tensor in RUN.items()}
         with pytest.raises(ValueError, match="q is on cuda:0: expected cuda:1, like the BatchAttention"):
-            attention.run(Plan(step, attention, 7, 0), **far)
+            attention.run(Plan(SimpleNamespace(num_query_tokens=3), attention, 7, 0), **far)
 
 
 def test_supports_names_what_is_missing() -> None:
@@ -289,6 +288,11 @@ def test_a_bad_run(changed: dict[str, Any], error: type[Exception], message: str
         ([0.0] * 4, TypeError, "sinks is a list"),
         (torch.zeros(2), ValueError, r"sinks has shape \(2,\): expected \(4\)"),
         (torch.zeros(4, dtype=torch.int32), TypeError, r"sinks has dtype torch\.int32: expected a floating dtype"),
+        (
+            torch.zeros(4).to(torch.float8_e5m2),
+            TypeError,
+            r"sinks has dtype torch\.float8_e5m2: expected .* 16 bits or more",
+        ),
         (torch.zeros(4).to("meta"), ValueError, "sinks is on meta"),
         (torch.nn.Parameter(torch.zeros(4)), ValueError, "sinks requires grad"),
     ],

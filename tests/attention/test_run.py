@@ -73,6 +73,16 @@ def test_the_output_is_written_into_out(dtype: torch.dtype, layout: str) -> None
     assert layout != "sliced" or int(storage.isnan().sum()) == storage.numel() - out.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
+def test_an_output_of_inference_mode_is_written_outside_of_it(dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    attention = make_attention(dtype=dtype)
+    step = random_step(0, attention.config, TREE)
+    with torch.inference_mode():
+        out = torch.empty([(8, 4, 32)[dim] for dim in order], dtype=dtype).permute(order)
+    assert torch.equal(step.run(attention, out=out)[0], step.run(attention)[0])
+
+
 def test_the_inputs_may_have_any_strides_and_are_left_alone() -> None:
     attention, step = make_attention(), one_step()
     expected = step.run(attention)

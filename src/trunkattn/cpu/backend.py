@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trunkattn.backend import Counters, DeviceTables, Part, no_partials
+from trunkattn.backend import Counters, DeviceTables, Part, no_partials, write_back
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.cpu import parallel
 from trunkattn.cpu.block import Shape
@@ -139,7 +139,7 @@ class CpuBackend:
         )
         parallel.execute(step.prepared, layer, self._options(inputs), self._workspace)
         if not in_place:
-            out.copy_(computed)
+            write_back(computed, out)
         return lse
 
     def _options(self, inputs: LayerInputs) -> parallel.Options:

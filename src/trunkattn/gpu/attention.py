@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from trunkattn.backend import DeviceTables
+from trunkattn.backend import DeviceTables, write_back
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.cards import GpuFacts, card_of, facts_of
@@ -240,5 +240,5 @@ class GpuBackend:
         with torch.cuda.device(inputs.q.device):  # launches go to the current device
             execute(step.gpu_plan, tensors, inputs.return_lse)
         if computed is not out:
-            out.copy_(computed)
+            write_back(computed, out)
         return lse
