@@ -43,9 +43,14 @@ class Step:
     def plan(self, attention: BatchAttention) -> Plan:
         return attention.plan(*self.tables, self.window, num_pages=self.batch.num_pages)
 
+    @property
+    def caches(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """k_cache and v_cache as `run` takes them: a latent cache is one."""
+        return (self.k_cache, self.v_cache) if self.config.latent_dim is None else (self.k_cache[:, :, 0], None)
+
     def run(self, attention: BatchAttention, plan: Plan | None = None, out: torch.Tensor | None = None) -> Result:
         plan = self.plan(attention) if plan is None else plan
-        result = attention.run(plan, self.q, self.k_cache, self.v_cache, out, return_lse=True, **self.options)
+        result = attention.run(plan, self.q, *self.caches, out, return_lse=True, **self.options)
         assert isinstance(result, tuple)
         return result
 
@@ -102,13 +107,14 @@ class Step:
             seen = seen.triu(length - count - self.window + 1)
         return logits.masked_fill(~seen, -math.inf)
 
-    def assert_accurate(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def assert_accurate(self, out: torch.Tensor, lse: torch.Tensor, added: float = 0.0) -> None:
         """The error is at most twice that of plain PyTorch in the same dtype, plus what rounding costs: of the largest
-        value once in that dtype, and of the largest logit there could be in float32, in which lse is computed."""
+        value once in that dtype, and of the largest logit there could be in float32, in which lse is computed. added:
+        what is added to a logit and taken away again, so that it is rounded, too."""
         (q, keys, values), scale = self.scaled(torch.float64), self.config.sm_scale
         expected_out, expected_lse = self.oracle()
         assert (out.dtype, lse.dtype) == (self.config.dtype, torch.float32)
-        logit = _largest_norm(q) * _largest_norm(keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        logit = _largest_norm(q) * _largest_norm(keys) * (q.shape[-1] ** -0.5 if scale is None else scale) + added
         logit_error = torch.finfo(torch.float32).eps * (1 + logit)
         value_error = torch.finfo(out.dtype).eps + logit_error
         value_error *= float(values.abs().max()) if values.numel() else 0.0
@@ -172,12 +178,21 @@ def readable_slots(batch: PagedBatch, window: int | None) -> torch.Tensor:
 
 
 def empty_caches(config: AttentionConfig, num_pages: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_pages, page_size, num_kv_heads, head_dim or head_dim_v] views of storage full of NaN."""
+    """[num_pages, page_size, num_kv_heads, head_dim or head_dim_v] views of storage full of NaN. The values of a latent
+    cache are columns of its keys, and it has no layout of both."""
     page, heads, k_width, v_width = config.page_size, config.num_kv_heads, config.head_dim, config.value_dim
 
     def full(*shape: int) -> torch.Tensor:
         return torch.full(shape, math.nan).to(config.cache_dtype)
 
+    shapes = {
+        "plain": lambda width: full(num_pages, page, heads, width),
+        "heads_first": lambda width: full(num_pages, heads, page, width).transpose(1, 2),
+        "sliced": lambda width: full(2 * num_pages, page + 1, heads + 2, width + 3)[1::2, 1:, 1:-1, 2:-1],
+    }
+    if config.latent_dim is not None:
+        rows = shapes.get(layout, shapes["plain"])(k_width)
+        return rows, rows[..., :v_width]
     if layout == "k_and_v_in_one_row":
         both = full(num_pages, page, heads, k_width + v_width)
         return both[..., :k_width], both[..., k_width:]
@@ -185,9 +200,4 @@ def empty_caches(config: AttentionConfig, num_pages: int, layout: str) -> tuple[
         width = max(k_width, v_width)
         both = full(num_pages, 2, page, heads, width)
         return both[:, 0, ..., :k_width], both[:, 1, ..., :v_width]
-    shapes = {
-        "plain": lambda width: full(num_pages, page, heads, width),
-        "heads_first": lambda width: full(num_pages, heads, page, width).transpose(1, 2),
-        "sliced": lambda width: full(2 * num_pages, page + 1, heads + 2, width + 3)[1::2, 1:, 1:-1, 2:-1],
-    }
     return shapes[layout](k_width), shapes[layout](v_width)

@@ -23,9 +23,7 @@ from trunkattn.planner.splitting import UNLIMITED
 CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=16, dtype=torch.bfloat16)
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 SMALL, ONE, STARTS = Capacity(1, 1, 1, 1), np.ones(1, np.int32), np.arange(2, dtype=np.int32)
-NO_MEMORY = (
-    r"capacity=Capacity\(max_requests=1, .* makes plans for which there is no memory on cpu: expected smaller"
-)
+NO_MEMORY = r"capacity=Capacity\(max_requests=1, .* makes plans for which there is no memory on cpu: expected smaller"
 
 
 def no_memory(*arguments: Any) -> None:

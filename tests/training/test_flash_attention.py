@@ -18,6 +18,7 @@ from trunkattn.training import cpu_blocks
 from trunkattn.training.op import tables_of
 
 from ..attention.cases import fraction
+from .any_case import any_case
 from .training_cases import BF16, F16, F32, FEATURES, TABLE, TREES, TrainingCase, longer, run, tree_case
 
 DENSE = TrainingCase(((5, 7), (5, 7)), False, True, (4, 2), 8)
@@ -56,21 +57,16 @@ def test_half_precision_has_float32_sums(dtype: torch.dtype) -> None:
     case.assert_accurate(run(case))
 
 
-@settings(max_examples=fraction(4))
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=5),
-    causal=st.booleans(),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
-    padding=st.integers(0, 5),
-)
+@settings(max_examples=fraction(2))
+@given(case=any_case(20, (F32, F16, BF16)), block=st.sampled_from([4, 16]))
 @pytest.mark.property
-def test_packed_sequences_of_any_length(
-    lengths: list[tuple[int, int]], causal: bool, heads: tuple[int, int], padding: int
-) -> None:
-    case = TrainingCase(tuple(lengths), True, causal, heads, 8, padding=padding)
-    results = run(case)
+def test_any_case(case: TrainingCase, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_blocks, "_CPU_BLOCK", block)
+        results = run(case)
     case.assert_accurate(results)
-    case.assert_padding_is_zero(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED, SMALL_TREE, EVERYTHING])

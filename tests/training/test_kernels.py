@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkattn import PrefixTree
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.backward import backward
 from trunkattn.training.forward import forward
@@ -16,8 +15,8 @@ from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, fitting_tile, shared_bytes
 
 from ..attention.cases import fraction
-from .test_prefix_tree import trees
-from .training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, tree_case
+from .any_case import any_case
+from .training_cases import FEATURES, TABLE, TREES, Results, TrainingCase
 
 pytestmark = pytest.mark.slow
 
@@ -95,26 +94,18 @@ def test_tokens_farther_apart_than_a_block_counts_in_32_bits(deterministic: bool
         assert all(map(torch.equal, found, expected))
 
 
-@settings(max_examples=fraction(8))
+@settings(max_examples=fraction(4))
 @given(
-    tree=trees(20),
-    heads=st.sampled_from([(1, 1), (2, 1)]),
+    case=any_case(40, (torch.float32, torch.float16)),
     tile=st.sampled_from([WIDE, TALL, SQUARE]),
     deterministic=st.booleans(),
-    window=st.sampled_from([None, None, 1, 9, 30]),
-    has_sinks=st.booleans(),
 )
 @pytest.mark.property
-def test_any_tree(
-    tree: PrefixTree,
-    heads: tuple[int, int],
-    tile: FlashTile,
-    deterministic: bool,
-    window: int | None,
-    has_sinks: bool,
-) -> None:
-    case = tree_case(tree, heads=heads, sliding_window=window, has_sinks=has_sinks)
-    case.assert_accurate(run(case, tile, deterministic))
+def test_any_case(case: TrainingCase, tile: FlashTile, deterministic: bool) -> None:
+    results = run(case, tile, deterministic)
+    case.assert_accurate(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)
 
 
 @pytest.mark.parametrize("case", [TREES[0], FEATURES[-1]])
@@ -219,30 +210,6 @@ def test_keys_beyond_the_last_add_nothing_where_all_logits_are_low(deterministic
     results = run(case, WIDE, deterministic)
     assert (results[1] < -350).all()
     case.assert_accurate(results)
-
-
-@settings(max_examples=fraction(10))
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5),
-    causal=st.booleans(),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
-    tile=st.sampled_from([WIDE, TALL, SQUARE]),
-    deterministic=st.booleans(),
-    padding=st.integers(0, 20),
-)
-@pytest.mark.property
-def test_packed_sequences_of_any_length(
-    lengths: list[tuple[int, int]],
-    causal: bool,
-    heads: tuple[int, int],
-    tile: FlashTile,
-    deterministic: bool,
-    padding: int,
-) -> None:
-    case = TrainingCase(tuple(lengths), True, causal, heads, 16, padding=padding)
-    results = run(case, tile, deterministic)
-    case.assert_accurate(results)
-    case.assert_padding_is_zero(results)
 
 
 @pytest.mark.parametrize("wrong", [[-9, 30, 70], [0, 90, 60], [60, 20, 0], [5, 5, 5], [2**31 - 1, -(2**31), 40]])
