@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,7 +66,8 @@ def work(rank: int, meeting: str, device: str) -> None:
         if name == "ddp":
             model = DistributedDataParallel(model)
         else:
-            model = fully_shard(model, mesh=init_device_mesh(device, (2,)))
+            policy = MixedPrecisionPolicy(param_dtype=torch.float32)  # for which FSDP looks into arguments
+            model = fully_shard(model, mesh=init_device_mesh(device, (2,)), mp_policy=policy)
         model(TREES[rank]).backward()
         equal = all(
             torch.allclose(found, (a + b) / 2, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,6 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from struct import pack
 from typing import Any, Final, NamedTuple, TypeVar
@@ -47,7 +46,6 @@ class PackedTree(NamedTuple):
     weights: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
 class PrefixTree:
     """A forest of sequences that share prefixes; one of the class methods makes it.
 
@@ -68,9 +66,43 @@ class PrefixTree:
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
     num_tokens: int
-    _by_segment: torch.Tensor = field(repr=False)
-    tokens: torch.Tensor | None = None
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    tokens: torch.Tensor | None
+    _by_segment: torch.Tensor
+    _cache: dict[Any, Any]
+
+    # No dataclass, which FSDP would replace field by field for every layer that a tree is given to.
+    def __init__(self, segments: Segments) -> None:
+        """The tree of segments, which are checked but for their order.
+
+        Raises:
+            ValueError, TypeError: they are in another order, have too many tokens, or are no segments.
+        """
+        if not isinstance(segments, Segments):
+            found = type(segments).__name__
+            raise TypeError(f"segments is a {found}: make a tree by a class method, such as PrefixTree.from_sequences")
+        num_tokens = segments.bounds[-1]
+        if num_tokens > _MOST_TOKENS:
+            raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
+        numbers = _by_segment(segments)
+        with _outside_inference():
+            self.__dict__.update(
+                starts=tuple(segments.bounds[:-1]),
+                lengths=tuple(segments.lengths),
+                parents=tuple(segments.parents),
+                leaves=tuple(segments.leaves),
+                num_tokens=num_tokens,
+                tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
+                _by_segment=torch.frombuffer(numbers, dtype=torch.int32),
+                _cache={},
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises, because kernels have tables of what a tree is."""
+        raise AttributeError(f"{name} of a PrefixTree is fixed: make another tree")
+
+    def __repr__(self) -> str:
+        """Returns its size, as its tokens may be many."""
+        return f"PrefixTree(num_sequences={self.num_sequences}, num_tokens={self.num_tokens})"
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[Tokens]) -> "PrefixTree":
@@ -81,7 +113,7 @@ class PrefixTree:
         Raises:
             ValueError, TypeError: a sequence has no tokens, or is a prefix of another.
         """
-        return cls._of(build_trie("sequences", token_arrays("sequences", sequences)))
+        return cls(build_trie("sequences", token_arrays("sequences", sequences)))
 
     @classmethod
     def from_prompt(cls, prompt: Tokens, answers: Sequence[Tokens]) -> "PrefixTree":
@@ -93,7 +125,7 @@ class PrefixTree:
             ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
         """
         first = token_array("prompt", prompt)
-        return cls._of(behind(first, build_trie("answers", token_arrays("answers", answers))))
+        return cls(behind(first, build_trie("answers", token_arrays("answers", answers))))
 
     @classmethod
     def from_segments(
@@ -127,7 +159,7 @@ class PrefixTree:
         own = None if tokens is None else token_array("tokens", tokens).copy()
         if own is not None and len(own) != bounds[-1]:
             raise ValueError(f"tokens has {len(own)} entries: expected {bounds[-1]}, the sum of lengths")
-        tree = cls._of(Segments(above, counts, bounds, leaves, own))
+        tree = cls(Segments(above, counts, bounds, leaves, own))
         if position_ids is not None:
             found = token_array("position_ids", position_ids)
             check_equal("position_ids", found, tree._position_ids(), "the number of the token's ancestors")
@@ -163,24 +195,6 @@ class PrefixTree:
             path.append(segment)
         lengths = np.diff([*starts, len(all_ends)]).tolist()
         return cls.from_segments(parents, lengths, tokens=tokens, position_ids=position_ids)
-
-    @classmethod
-    def _of(cls, segments: Segments) -> "PrefixTree":
-        """The tree of segments, which are checked but for their order."""
-        num_tokens = segments.bounds[-1]
-        if num_tokens > _MOST_TOKENS:
-            raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
-        numbers = _by_segment(segments)
-        with _outside_inference():
-            return cls(
-                starts=tuple(segments.bounds[:-1]),
-                lengths=tuple(segments.lengths),
-                parents=tuple(segments.parents),
-                leaves=tuple(segments.leaves),
-                num_tokens=num_tokens,
-                _by_segment=torch.frombuffer(numbers, dtype=torch.int32),
-                tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
-            )
 
     @property
     def _host(self) -> TreeTables:

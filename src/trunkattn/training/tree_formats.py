@@ -1,14 +1,14 @@
 """Prefix trees as other frameworks describe them, to and from `PrefixTree`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trunkattn.training.prefix_tree import PrefixTree, check_equal
-from trunkattn.training.token_trie import Tokens, check_list, integer_list, token_array
+from trunkattn.training.token_trie import Segments, Tokens, check_list, integer_list, token_array
 from trunkattn.validate import check_int
 
 
@@ -98,7 +98,7 @@ def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
             leaves.append(len(parents))
             parents.append(root)
             lengths.append(length)
-    return replace(PrefixTree.from_segments(parents, lengths), leaves=tuple(leaves))
+    return PrefixTree(Segments(parents, lengths, [0, *accumulate(lengths)], leaves, None))
 
 
 def to_group_info(tree: PrefixTree) -> list[list[int]]:
