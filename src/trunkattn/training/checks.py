@@ -129,10 +129,19 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
 
 
-def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises unless there are as many packed tokens as the tree has."""
+def check_is_tree(tree: Any) -> None:
+    """Raises unless it is a `PrefixTree`.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
+
+
+def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises unless there are as many packed tokens as the tree has."""
+    check_is_tree(tree)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.shape[0] != tree.num_tokens:
             raise ValueError(f"{name} has {tensor.shape[0]} tokens: expected the tree's {tree.num_tokens}")

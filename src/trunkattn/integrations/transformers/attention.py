@@ -4,11 +4,11 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from trunkattn import PrefixTree, flash_attention
-from trunkattn.integrations.transformers.masks import NAME, mask
+from trunkattn.integrations.transformers.masks import NAME
 from trunkattn.integrations.transformers.models import why_no_tree
+from trunkattn.training.checks import check_is_tree
 
 _CHECKED: Final = "_trunkattn_checked"  # on position ids: what they were checked against, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.
@@ -18,12 +18,6 @@ _ABSENT: Final = frozenset(
         *("indices", "block_indices", "sinks"),  # which keys a query sees, and sinks that differ from token to token
     }
 )
-
-
-def register() -> None:
-    """Lets models of transformers take `attn_implementation="trunkattn"`."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, mask)
 
 
 def attend(
@@ -48,9 +42,11 @@ def attend(
         The output [batch, tokens, num_qo_heads, head_dim of values], and None instead of attention weights.
 
     Raises:
-        ValueError: an option asks for what `flash_attention` does not have.
+        ValueError, TypeError: an option asks for what `flash_attention` does not have, or `tree` is none.
     """
     _refuse(options)
+    if tree is not None:
+        check_is_tree(tree)
     causal = _is_causal(module, attention_mask, options.get("is_causal"))
     attention_mask = _opened(attention_mask, causal)
     query, key, value = _of_as_many_rows(query, key, value)
@@ -66,7 +62,7 @@ def attend(
     _check_layer(module, key.shape[2], causal, tree, options)
     packed = attention_mask is not None and attention_mask.dim() == 1
     if tree is not None or packed or (attention_mask is None and causal and q.shape[:2] == (1, key.shape[2])):
-        _check_positions(module, tree, packed, options)
+        check_positions(module, tree, packed, options)
     if tree is not None:
         return _one(flash_attention(q[0], k[0], v[0], tree=tree, **given)).unsqueeze(0), None
     sums = _sums(attention_mask, options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
@@ -212,7 +208,7 @@ def _check_queries(queries: int, keys: int, causal: bool) -> None:
         )
 
 
-def _check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, options: dict[str, Any]) -> None:
+def check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, options: dict[str, Any]) -> None:
     """Raises if a model that names its positions has others than the tree or, without one, than packed sequences by its
     mask or the one sequence that all its tokens are; it reads them once for a forward pass."""
     position_ids = options.get("position_ids")

@@ -17,6 +17,7 @@ _SELECT: Final = frozenset({"indexed_attention", "compressed_sparse_attention", 
 # What source code sets `is_causal` to, as a variable, an attribute or an argument.
 _IS_CAUSAL: Final = re.compile(r"\bis_causal\b(?:\s*:[^=,)\n]*)?\s*=\s*([^,)#\s]+)")
 _NOT_CAUSAL: Final = frozenset({"False", "None", "is_causal", "self.is_causal"})
+_FROM_PADDING: Final = "def create_position_ids_from_input_ids("  # the name of it in all of these models
 _SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
@@ -26,12 +27,14 @@ class _Facts(NamedTuple):
     takes_attention: models take another attention and its masks. Older ones compute attention themselves and would add
     our mask to their logits. is_stateful: some layers keep a state. takes_positions: models take position ids.
     is_causal: some attention may say that it is causal.
+    from_padding: a model numbers its tokens from its padding_idx + 1 on.
     """
 
     takes_attention: bool = True
     is_stateful: bool = False
     takes_positions: bool = True
     is_causal: bool = True
+    from_padding: bool = False
 
 
 def why_not(config: Any) -> str | None:
@@ -48,7 +51,9 @@ def why_no_tree(config: Any) -> str | None:
     others = [str(layer) for layer in layers or () if layer not in _ATTEND]
     if others or (layers is None and facts.is_stateful):
         return f"has layers of {others[0] if others else 'a state'}, which take packed tokens as one sequence"
-    return None if facts.takes_positions else "takes no position_ids, so it numbers packed tokens as one sequence"
+    if not facts.takes_positions:
+        return "takes no position_ids, so it numbers packed tokens as one sequence"
+    return "numbers tokens from its padding_idx + 1 on, and those of a tree from 0 on" if facts.from_padding else None
 
 
 def why_not_causal(config: Any) -> str | None:
@@ -73,6 +78,7 @@ def _looked_up(configuration: str) -> _Facts:
     models = [each for each in found if issubclass(each, PreTrainedModel) and each.__module__ == name]
     if not models:
         return _Facts()
+    source = inspect.getsource(sys.modules[name])
     return _Facts(
         takes_attention=any(
             model._can_set_attn_implementation() and any(getattr(model, flag, False) for flag in _SUPPORTED)
@@ -80,11 +86,12 @@ def _looked_up(configuration: str) -> _Facts:
         ),
         is_stateful=any(model._is_stateful for model in models),
         takes_positions=any("position_ids" in inspect.signature(model.forward).parameters for model in models),
-        is_causal=_may_be_causal(name),
+        is_causal=_may_be_causal(source),
+        from_padding=_FROM_PADDING in source,
     )
 
 
-def _may_be_causal(name: str) -> bool:
-    """Whether some attention in a module may be causal. One that does not say so is."""
-    values = set(_IS_CAUSAL.findall(inspect.getsource(sys.modules[name])))
+def _may_be_causal(source: str) -> bool:
+    """Whether some attention in the source code of a module may be causal. One that does not say so is."""
+    values = set(_IS_CAUSAL.findall(source))
     return not values or not values <= _NOT_CAUSAL

@@ -1,0 +1,67 @@
+"""`register`, and a look at each tree before a model computes with it.
+
+Models of transformers take any keyword, and some drop those that they do not know before they call their attention.
+Without a tree its packed tokens are a row like any other, so that attention itself cannot tell. A model that takes ours
+therefore gets a hook, which raises before anything is computed. Under torch.compile the hook does nothing.
+"""
+
+import inspect
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from trunkattn.integrations.transformers.attention import attend, check_positions
+from trunkattn.integrations.transformers.keywords import come_to_attention
+from trunkattn.integrations.transformers.masks import NAME, mask
+from trunkattn.training.checks import check_is_tree
+
+
+def register() -> None:
+    """Lets models of transformers take `attn_implementation="trunkattn"`.
+
+    Those that do refuse a `tree` that would not come to their attention, and one without its `position_ids`.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    if chosen.__globals__ is globals():
+        return
+
+    @wraps(chosen)
+    def watched(model: PreTrainedModel, *arguments: Any, **options: Any) -> str:
+        found = chosen(model, *arguments, **options)
+        if found == NAME and look_at_tree not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(look_at_tree, with_kwargs=True)
+        return found
+
+    setattr(PreTrainedModel, chosen.__name__, watched)  # mypy takes no method for another
+
+
+def look_at_tree(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Raises if a model is called with a tree that its attention would not get, or with positions of other tokens.
+
+    Raises:
+        ValueError, TypeError: naming the argument, and what was expected.
+    """
+    tree = keywords.get("tree")
+    if tree is None or torch.compiler.is_compiling():
+        return
+    check_is_tree(tree)
+    name = type(model).__name__
+    if model.config._attn_implementation != NAME:
+        found = f"{name} has attn_implementation={model.config._attn_implementation!r}"
+        raise ValueError(f"tree is given and {found}, which takes none: expected {NAME!r}")
+    if not come_to_attention(model):
+        raise ValueError(
+            f"tree is given and {name} hands no such keyword on to its attention, which would let its branches see "
+            "each other: expected a batch without it"
+        )
+    signature = inspect.signature(type(model).forward)
+    if "position_ids" not in signature.parameters:
+        return
+    position_ids = signature.bind_partial(model, *arguments, **keywords).arguments.get("position_ids")
+    if position_ids is None:
+        raise ValueError("position_ids is None and tree is given: expected tree.pack().position_ids[None]")
+    check_positions(model, tree, False, {"position_ids": position_ids})
