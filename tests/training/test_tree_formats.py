@@ -1,5 +1,6 @@
 """Trees as other frameworks describe them, there and back, and what is wrong in words."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,13 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("group_ids[2]=0 comes again: expected each group in", lambda: formats.from_group_ids([0, 1, 0], [0, 0, 0])),
     ("segments is a NoneType: expected TreeSegments", lambda: formats.from_tree_segments(None)),  # type: ignore
     ("segment 2 of tree lies below a suffix", lambda: formats.to_group_info(DEEP)),
+    *(
+        ("tree is a list: expected a trunkattn.PrefixTree", functools.partial(convert, [[1], [2]]))  # type: ignore
+        for convert in (
+            *(formats.to_paths, formats.to_group_info, formats.to_subtree_ranges, formats.to_group_ids),
+            formats.to_tree_segments,
+        )
+    ),
     ("ranges is a list: expected a torch.Tensor", lambda: formats.from_subtree_ranges([[0, 1]])),  # type: ignore
     ("ranges has shape (2,): expected (tokens, 2)", lambda: formats.from_subtree_ranges(torch.zeros(2))),
     (

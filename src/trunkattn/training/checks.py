@@ -8,7 +8,7 @@ import torch
 
 from trunkattn.numerics import MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS, MAX_INT32
 from trunkattn.training import spec
-from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.training.prefix_tree import check_is_tree
 from trunkattn.validate import check_dense, check_int, check_plain, check_positive
 
 DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
@@ -127,16 +127,6 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}: expected {expected}")
     if heads < 1 or k.shape[-2] < 1 or heads % k.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
-
-
-def check_is_tree(tree: Any) -> None:
-    """Raises unless it is a `PrefixTree`.
-
-    Raises:
-        TypeError: it is something else.
-    """
-    if not isinstance(tree, PrefixTree):
-        raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
 
 
 def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:

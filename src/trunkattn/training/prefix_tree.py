@@ -100,6 +100,10 @@ class PrefixTree:
         """Raises, because kernels have tables of what a tree is."""
         raise AttributeError(f"{name} of a PrefixTree is fixed: make another tree")
 
+    def __delattr__(self, name: str) -> None:
+        """Raises, as `__setattr__` does."""
+        raise AttributeError(f"{name} of a PrefixTree is fixed: make another tree")
+
     def __repr__(self) -> str:
         """Returns its size, as its tokens may be many."""
         return f"PrefixTree(num_sequences={self.num_sequences}, num_tokens={self.num_tokens})"
@@ -108,12 +112,13 @@ class PrefixTree:
     def from_sequences(cls, sequences: Sequence[Tokens]) -> "PrefixTree":
         """The tree of sequences by their tokens, each a list or a 1-dimensional tensor of integers.
 
-        Equal sequences are one leaf, which counts for each of them.
+        Equal sequences are one leaf, which counts for each of them. One that others go on from, as the next turn of a
+        conversation does, ends above them.
 
         Raises:
-            ValueError, TypeError: a sequence has no tokens, or is a prefix of another.
+            ValueError, TypeError: a sequence has no tokens.
         """
-        return cls(build_trie("sequences", token_arrays("sequences", sequences)))
+        return cls(build_trie(token_arrays("sequences", sequences)))
 
     @classmethod
     def from_prompt(cls, prompt: Tokens, answers: Sequence[Tokens]) -> "PrefixTree":
@@ -122,10 +127,10 @@ class PrefixTree:
         Answers that begin alike share that beginning, too.
 
         Raises:
-            ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
+            ValueError, TypeError: the prompt or an answer has no tokens.
         """
         first = token_array("prompt", prompt)
-        return cls(behind(first, build_trie("answers", token_arrays("answers", answers))))
+        return cls(behind(first, build_trie(token_arrays("answers", answers))))
 
     @classmethod
     def from_segments(
@@ -153,7 +158,7 @@ class PrefixTree:
         _check_segments(above, counts)
         bounds = [0, *accumulate(counts)]
         if starts is not None:
-            check_equal("starts", integer_list("starts", starts), bounds[:-1], "the sum of the lengths before")
+            check_equal("starts", token_array("starts", starts), bounds[:-1], "the sum of the lengths before")
         inner = set(above)
         leaves = [segment for segment in range(len(above)) if segment not in inner]
         own = None if tokens is None else token_array("tokens", tokens).copy()
@@ -315,7 +320,8 @@ class PrefixTree:
     def _sums(self, weights: Sequence[torch.Tensor]) -> np.ndarray:
         """The sum of the weights of all copies of each token, float32."""
         indices = self.sequence_indices()
-        if len(check_list("weights", weights, "tensors")) != len(indices):
+        weights = check_list("weights", weights, "tensors")
+        if len(weights) != len(indices):
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
         sums = torch.zeros(self.num_tokens, dtype=torch.float64, device="cpu")  # of many copies, rounded once
         for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
@@ -386,6 +392,16 @@ def _by_segment(segments: Segments) -> bytearray:
     rows = chain.from_iterable(zip(bounds, bounds[1:], parents, levels, strict=False))
     aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
     return bytearray(pack(f"{7 * count}i", *rows, *ends, *offsets[:-1], *aligned))
+
+
+def check_is_tree(tree: Any) -> None:
+    """Raises unless it is a `PrefixTree`.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
 
 
 def _check_values(name: str, value: Any) -> None:

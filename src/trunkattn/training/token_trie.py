@@ -59,12 +59,13 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
 
 
 def check_list(name: str, value: Any, of: str) -> Any:
-    """The value, unless it is no list, tuple or array of several things. of: what it should hold, for people."""
+    """The value, unless it is no list, tuple or array of several things, and the parts of a nested tensor. of: what it
+    should hold, for people."""
     if not isinstance(value, Sequence | torch.Tensor | np.ndarray) or isinstance(value, str | bytes):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a list of {of}")
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
         raise ValueError(f"{name} has shape (): expected a list of {of}")
-    return value
+    return value.unbind() if isinstance(value, torch.Tensor) and value.is_nested else value
 
 
 def integer_list(name: str, values: Any) -> list[Any]:
@@ -77,19 +78,18 @@ def integer_list(name: str, values: Any) -> list[Any]:
 
 def token_arrays(name: str, given: Sequence[Tokens]) -> list[np.ndarray]:
     """Each of several sequences by `token_array`, at least one."""
-    if len(check_list(name, given, "sequences")) == 0:
+    listed = check_list(name, given, "sequences")
+    if len(listed) == 0:
         raise ValueError(f"{name} is empty: expected at least one sequence")
-    return [token_array(f"{name}[{number}]", tokens) for number, tokens in enumerate(given)]
+    return [token_array(f"{name}[{number}]", tokens) for number, tokens in enumerate(listed)]
 
 
-def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
-    """The segments of sequences that each have tokens; equal sequences end at one segment. name: of the argument.
+def build_trie(sequences: list[np.ndarray]) -> Segments:
+    """The segments of sequences that each have tokens; equal sequences end at one segment, and one that others go on
+    from ends above theirs.
 
     Children of a segment are in the order of the first sequence that each one holds. Sequences that begin alike are
     neighbours when they are sorted, so one pass over these with a path from the root finds all segments.
-
-    Raises:
-        ValueError: a sequence is a prefix of another.
     """
     keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
     root = _Node(0, 0, 0)
@@ -101,8 +101,6 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
         if last is not None and shared == size:
             leaf_of[number] = leaf_of[last]
             continue
-        if last is not None and shared == len(sequences[last]):
-            _refuse(name, last, number)
         _leave(path, shared)
         path.append(_Node(number, shared, size))
         leaf_of[number], last = path[-1], number
@@ -164,10 +162,3 @@ def _leave(path: list[_Node], depth: int) -> None:
 
 def _later_first(node: _Node) -> list[_Node]:
     return sorted(node.children, key=lambda child: -child.first)
-
-
-def _refuse(name: str, shorter: int, longer: int) -> None:
-    raise ValueError(
-        f"{name}[{shorter}] is a prefix of {name}[{longer}]: expected that none is, so end each with a token of its "
-        "own, such as the end of a sequence"
-    )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trunkattn.training.prefix_tree import PrefixTree, check_equal
+from trunkattn.training.prefix_tree import PrefixTree, check_equal, check_is_tree
 from trunkattn.training.token_trie import Segments, Tokens, check_list, integer_list, token_array
 from trunkattn.validate import check_int
 
@@ -62,6 +62,7 @@ def _rising(name: str, sums: Tokens) -> np.ndarray:
 
 def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """TRL's `tree_kv_index` (int64), `tree_cu_seqlens_q` and `tree_cu_seqlens_k` (int32) of a tree."""
+    check_is_tree(tree)
     paths = [path for _, path in tree.paths(range(len(tree.starts)))]
     ends = np.cumsum([0, *map(len, paths)]).astype(np.int32)
     starts = np.array([*tree.starts, tree.num_tokens], np.int32)
@@ -81,9 +82,10 @@ def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
     parents: list[int] = []
     lengths: list[int] = []
     leaves: list[int] = []
-    if len(check_list("group_info", group_info, "groups")) == 0:
+    groups = check_list("group_info", group_info, "groups")
+    if len(groups) == 0:
         raise ValueError("group_info is empty: expected at least one group")
-    for number, given in enumerate(group_info):
+    for number, given in enumerate(groups):
         group = integer_list(f"group_info[{number}]", given)
         if len(group) < 2:
             raise ValueError(f"group_info[{number}] has {len(group)} lengths: expected a prefix's and its suffixes'")
@@ -147,6 +149,7 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
 
 def to_subtree_ranges(tree: PrefixTree) -> torch.Tensor:
     """AReaL's [tokens, 2] int32 of a tree."""
+    check_is_tree(tree)
     order = torch.arange(tree.num_tokens, dtype=torch.int32, device="cpu")
     return torch.stack([order, tree.subtree_end], 1)
 
@@ -197,7 +200,8 @@ def to_group_ids(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_one_level(tree: PrefixTree, name: str) -> None:
-    """Raises if a segment lies deeper than below a root. name: what describes no such tree."""
+    """Raises if it is no tree, or a segment lies deeper than below a root. name: what describes no such tree."""
+    check_is_tree(tree)
     for segment, parent in enumerate(tree.parents):
         if parent >= 0 and tree.parents[parent] >= 0:
             raise ValueError(f"segment {segment} of tree lies below a suffix: expected one level, as {name} has")
@@ -231,6 +235,7 @@ def from_tree_segments(segments: TreeSegments) -> PrefixTree:
 
 def to_tree_segments(tree: PrefixTree) -> TreeSegments:
     """Megatron's segments of a tree."""
+    check_is_tree(tree)
     tables = tree.tables(torch.device("cpu"))
     start, end, parent, level = tables.segments.unbind(1)
     depths = tables.depths[: tree.num_tokens].long()

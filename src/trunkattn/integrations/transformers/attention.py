@@ -8,7 +8,7 @@ from torch import nn
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.integrations.transformers.masks import NAME
 from trunkattn.integrations.transformers.models import why_no_tree
-from trunkattn.training.checks import check_is_tree
+from trunkattn.training.prefix_tree import check_is_tree
 
 _CHECKED: Final = "_trunkattn_checked"  # on position ids: what they were checked against, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from trunkattn.integrations.transformers.attention import attend, check_positions
 from trunkattn.integrations.transformers.keywords import come_to_attention
 from trunkattn.integrations.transformers.masks import NAME, mask
-from trunkattn.training.checks import check_is_tree
+from trunkattn.training.prefix_tree import check_is_tree
 
 
 def register() -> None:
