@@ -238,7 +238,7 @@ ELSEWHERE: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         "tree is given and has 17 tokens: expected at most 5, because the model attends in chunks of 5 tokens",
         "Llama4Text",
         CHUNKS,
-        {"input_ids": TOKENS[:1], "tree": PrefixTree.from_segments([-1], [17])},
+        TREE,
     ),
     ("has layers of linear_attention, which take packed tokens as one sequence", "Qwen3_5Text", HYBRID, TREE),
     ("has layers of conv, which take packed tokens as one sequence", "Lfm2", SMALL | {"layer_types": CONV}, TREE),
@@ -334,15 +334,12 @@ def test_layers_of_an_encoder_may_say_that_they_are_not_causal() -> None:
 BRANCHES = torch.tensor([[*range(9), *range(4, 12)]])
 
 
-@pytest.mark.parametrize("name", ["Nemotron", "StableLm"])
-def test_a_tree_that_a_model_drops_is_refused(name: str) -> None:
-    """The masks of these models would take its branches for packed sequences, which see no prefix."""
-    _, model = both(name, SMALL | {"head_dim": 8})
-    tree = PrefixTree.from_segments([-1, 0, 0], [4, 5, 8])
-    batch = {"input_ids": TOKENS[:1], "position_ids": BRANCHES, "tree": tree, "use_cache": False}
-    message = rf"position_ids\[0, 9\]=4 after 8: expected 0 where .* begins; {name}Attention was given no tree"
+def test_branches_without_a_tree_are_no_packed_sequences() -> None:
+    """The masks of a model would take them for some, which see no prefix."""
+    _, model = both("Nemotron", SMALL | {"head_dim": 8})
+    message = r"position_ids\[0, 9\]=4 after 8: expected 0 where .* begins; NemotronAttention was given no tree"
     with pytest.raises(ValueError, match=message):
-        model(**batch)
+        model(input_ids=TOKENS[:1], position_ids=BRANCHES, use_cache=False)
 
 
 def test_packed_sequences_that_begin_anywhere_are_taken_by_their_lengths() -> None:
