@@ -219,29 +219,6 @@ def test_children_are_in_the_order_of_the_first_sequence_that_each_holds() -> No
     assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
 
 
-def test_the_turns_of_a_conversation_go_on_from_each_other() -> None:
-    """Each turn is a sequence, and the last one holds all tokens."""
-    turns = [[1, 2, 3, 4, 5, 6], [1, 2], [1, 2, 3, 4], [1, 2, 7]]
-    tree = PrefixTree.from_sequences(turns)
-    assert (tree.parents, tree.lengths, tree.leaves) == ((-1, 0, 1, 0), (2, 2, 2, 1), (2, 0, 1, 3))
-    assert tree.pack([torch.full((len(turn),), 10.0**place) for place, turn in enumerate(turns)]).weights.tolist() == [
-        *(0, 1111, 101, 101, 1, 1, 1000)
-    ]
-    q, k, v = (torch.randn(tree.num_tokens, 2, 8, requires_grad=True) for _ in range(3))
-    for found, turn in zip(tree.unpack(flash_attention(q, k, v, tree=tree)), tree.sequence_indices(), strict=True):
-        torch.testing.assert_close(found, flash_attention(q[turn][None], k[turn][None], v[turn][None], True)[0])
-
-
-def test_nested_tensors_are_sequences() -> None:
-    sequences = [[1, 2], [1, 3, 4]]
-    for layout in (torch.jagged, torch.strided):
-        given = torch.nested.nested_tensor([torch.tensor(own) for own in sequences], layout=layout)
-        tree = PrefixTree.from_sequences(given)
-        assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
-        ones = torch.nested.nested_tensor([torch.ones(len(own)) for own in sequences], layout=layout)
-        assert torch.equal(tree.pack(ones).weights, tree.pack().weights)
-
-
 def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
     """Each of 2,000 sequences goes a token further along one path: a look at each node of each path takes minutes."""
     tree = PrefixTree.from_sequences([np.array([1] * depth + [2]) for depth in range(2000)])
@@ -355,15 +332,6 @@ def test_what_a_tree_returns_may_be_written_to() -> None:
         tensor.fill_(-100)
     assert tree.subtree_end.tolist() == [4, 4, 3, 4] and tree.num_levels == 2
     assert [tensor.tolist() for tensor in tree.pack()] == [[5, 6, 7, 8], [0, 1, 2, 2], [-1, 0, 1, 1], [0, 2, 1, 1]]
-
-
-def test_a_tree_stays_as_it_is() -> None:
-    tree = PrefixTree.from_prompt([5, 6], [[7], [8]])
-    with pytest.raises(AttributeError, match="tokens of a PrefixTree is fixed: make another tree"):
-        tree.tokens = None
-    with pytest.raises(AttributeError, match="tokens of a PrefixTree is fixed: make another tree"):
-        del tree.tokens
-    assert repr(tree) == "PrefixTree(num_sequences=2, num_tokens=4)"
 
 
 def test_a_tree_that_an_evaluation_has_used_trains() -> None:

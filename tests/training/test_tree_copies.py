@@ -48,3 +48,12 @@ def test_a_copy_has_nothing_that_was_made_for_this_process(copied: Callable[[Pre
     other = copied(tree)
     assert torch.equal(other.subtree_end, tree.subtree_end)
     assert all(map(torch.equal, other.pack(), tree.pack()))  # type: ignore[arg-type]
+
+
+def test_a_tree_stays_as_it_is() -> None:
+    tree = PrefixTree.from_prompt([5, 6], [[7], [8]])
+    with pytest.raises(AttributeError, match="tokens of a PrefixTree is fixed: make another tree"):
+        tree.tokens = None
+    with pytest.raises(AttributeError, match="tokens of a PrefixTree is fixed: make another tree"):
+        del tree.tokens
+    assert repr(tree) == "PrefixTree(num_sequences=2, num_tokens=4)"

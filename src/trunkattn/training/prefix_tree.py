@@ -21,6 +21,7 @@ from trunkattn.training.token_trie import (
     Tokens,
     behind,
     build_trie,
+    check_equal,
     check_list,
     integer_list,
     token_array,
@@ -444,16 +445,3 @@ def _check_cycles(parents: list[int]) -> None:
                 loop.append(parents[loop[-1]])
             shown = " -> ".join(map(str, loop if len(loop) <= 8 else [*loop[:6], "…", loop[-1]]))
             raise ValueError(f"parents has a cycle, {shown}: expected that every path ends at a root, -1")
-
-
-def check_equal(
-    name: str, found: Sequence[Any] | np.ndarray, expected: Sequence[int] | np.ndarray, meaning: str
-) -> None:
-    """Raises ValueError at the first entry that is another one. meaning: what an entry is, for people."""
-    if len(found) != len(expected):
-        raise ValueError(f"{name} has {len(found)} entries: expected {len(expected)}")
-    if np.array_equal(found, expected):
-        return
-    for index, (value, right) in enumerate(zip(found, expected, strict=True)):
-        if value != right:
-            raise ValueError(f"{name}[{index}]={value}: expected {right}, {meaning}")

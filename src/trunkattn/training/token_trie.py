@@ -68,6 +68,19 @@ def check_list(name: str, value: Any, of: str) -> Any:
     return value.unbind() if isinstance(value, torch.Tensor) and value.is_nested else value
 
 
+def check_equal(
+    name: str, found: Sequence[Any] | np.ndarray, expected: Sequence[int] | np.ndarray, meaning: str
+) -> None:
+    """Raises ValueError at the first entry that is another one. meaning: what an entry is, for people."""
+    if len(found) != len(expected):
+        raise ValueError(f"{name} has {len(found)} entries: expected {len(expected)}")
+    if np.array_equal(found, expected):
+        return
+    for index, (value, right) in enumerate(zip(found, expected, strict=True)):
+        if value != right:
+            raise ValueError(f"{name}[{index}]={value}: expected {right}, {meaning}")
+
+
 def integer_list(name: str, values: Any) -> list[Any]:
     """A list of integers, also from an array. The caller checks each entry of what was a list."""
     if isinstance(values, torch.Tensor | np.ndarray):

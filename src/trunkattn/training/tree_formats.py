@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trunkattn.training.prefix_tree import PrefixTree, check_equal, check_is_tree
-from trunkattn.training.token_trie import Segments, Tokens, check_list, integer_list, token_array
+from trunkattn.training.prefix_tree import PrefixTree, check_is_tree
+from trunkattn.training.token_trie import Segments, Tokens, check_equal, check_list, integer_list, token_array
 from trunkattn.validate import check_int
 
 
