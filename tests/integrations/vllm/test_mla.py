@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -123,6 +124,15 @@ def test_drafting_goes_on_from_the_same_tensors(engine: VllmConfig) -> None:
     (attention,) = builder.attentions.values()
     assert attention.planned[-1][1].tolist() == [24, 44]
     assert attention.planned[-1][-1] is next(iter(metadata.decode.plans.values()))[1]
+
+
+def test_a_group_that_only_drafts(engine: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model runner V1 also asks it for the model's steps, which none of its layers runs."""
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    with set_model_tag("eagle_head"):
+        builder, batch = make_builder(engine, make_layer()), make_step([1, 1], [40, 57])
+    assert not builder.build(0, batch).plans and not builder.build_for_cudagraph_capture(batch).plans
+    assert builder.build_for_drafting(batch, 0).decode.plans
 
 
 def test_what_sharing_saved_is_counted(engine: VllmConfig) -> None:

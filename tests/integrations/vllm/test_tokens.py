@@ -131,6 +131,19 @@ def test_drafts_that_are_accepted(model: Callable[[str], Path], stock: Callable[
     assert_equal(run, stock("llama"))
 
 
+def test_a_draft_model_of_ours_beside_vllms_own_attention(
+    model: Callable[[str], Path], stock: Callable[..., Run]
+) -> None:
+    """vLLM asks for the model's steps too, which none of the layers that draft runs: they are neither planned nor
+    counted."""
+    drafts = {"method": "draft_model", "model": str(model("llama")), "num_speculative_tokens": 3}
+    run = generate(model("llama"), block_size=32, speculative_config={**drafts, "attention_backend": "CUSTOM"})
+    assert run.impls == {"CPUAttentionBackendImpl", "TrunkAttentionImpl"}
+    assert run.accepted_drafts == run.drafts > 500
+    assert run.steps == 0
+    assert_equal(run, stock("llama"))
+
+
 def test_a_draft_model_with_windows_and_full_layers(model: Callable[[str], Path], stock: Callable[..., Run]) -> None:
     """vLLM makes the builder for the first layer that drafts, and adds the others to its list."""
     drafts = {"method": "draft_model", "model": str(model("gemma2")), "num_speculative_tokens": 3}

@@ -34,7 +34,7 @@ from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.flash import PrefillRows
 from trunkattn.integrations.vllm.impl import check_supported
-from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
+from trunkattn.integrations.vllm.metadata import GroupBuilder, StepPlans, check_causal
 from trunkattn.integrations.vllm.own_prompts import OwnPrompts
 from trunkattn.integrations.warm_up import run_zeros, warm_up
 
@@ -148,17 +148,21 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
                 *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
             )
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CudaStep:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CudaStep | StepPlans:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
         without query tokens, which the graph does not compute."""
+        if not self.is_run(fast_build):
+            return StepPlans({})
         step = self._step(common_attn_metadata)
         assert self._device_traffic is not None
         self._count(step, self._device_traffic)
         return step
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CudaStep:
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CudaStep | StepPlans:
         """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
-        return self._step(common_attn_metadata)
+        return self._step(common_attn_metadata) if self.is_run(fast_build=False) else StepPlans({})
 
     def update_draft_decode_metadata(self, metadata: CudaStep) -> None:
         """Plans a step again from its tensors, which hold the next token of each request. vLLM from 0.33 on calls it

@@ -124,7 +124,7 @@ class TrunkAttentionImpl(AttentionImpl):
         )
         self.cache_dtype = kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
-        self.makes_drafts = versions.makes_drafts()
+        self.draft_tag = versions.draft_tag()
         self.layer_spec.config(page_size=1)  # raises for every error that does not depend on the page size
 
     def _device_refusals(self, layer: LayerArguments) -> list[str]:

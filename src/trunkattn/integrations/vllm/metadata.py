@@ -20,7 +20,7 @@ logger = init_logger("vllm.trunkattn")
 
 @dataclass
 class StepPlans(AttentionMetadata):
-    """A step's plans for the layers of a group."""
+    """A step's plans for the layers of a group; none in a step that no layer runs."""
 
     plans: dict[LayerSpec, tuple[BatchAttention, Plan]]
 
@@ -49,12 +49,27 @@ class LayerGroup:
         """
         kv_cache_spec, layer_names, vllm_config = self._group
         found = get_layers_from_vllm_config(vllm_config, torch.nn.Module, layer_names)
-        # Model runner V1 puts a draft model's layers into the group of the model's own, too. They have another builder.
-        self.modules = {name: layer for name, layer in found.items() if not layer.impl.makes_drafts} or found
+        # Layers that run only drafts have another builder, too.
+        own = {
+            name: layer
+            for name, layer in found.items()
+            if not versions.runs_only_drafts(layer.impl.draft_tag, vllm_config)
+        }
+        self.modules = own or found
+        self._only_drafts = not own and versions.has_model_runner_v1(vllm_config)
         self._check_group(kv_cache_spec, self.modules)
         self.layers: Counter[LayerSpec] = Counter(layer.impl.layer_spec for layer in self.modules.values())
         self.configs = {spec: spec.config(kv_cache_spec.block_size) for spec in self.layers}
         self.stats = kv_read_stats(vllm_config, {spec.sliding_window for spec in self.layers}, self.layers.total())
+
+    def is_run(self, fast_build: bool) -> bool:
+        """Whether layers run the step that vLLM asks for. Model runner V1 asks a group of draft layers for each step of
+        the model too, which only the model's own layers run; it wants the steps for drafting built fast.
+
+        Args:
+            fast_build: an argument of vLLM's `build`.
+        """
+        return fast_build or not self._only_drafts
 
     @classmethod
     def _check_group(cls, kv_cache_spec: Any, layers: dict[str, Any]) -> None:
@@ -121,6 +136,8 @@ class TrunkAttentionBuilder(GroupBuilder):
         `common_prefix_len` is not used (from 0.32 on it is always 0): the plan finds shared prefixes in the block
         table. Padding rows have no query tokens.
         """
+        if not self.is_run(fast_build):
+            return StepPlans({})
         step = common_attn_metadata
         check_causal(step)
         if not self.attentions:

@@ -82,7 +82,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
         )
         self.cache_dtype = self.layer_spec.kv_dtype or dtype
         self.scaled = self.cache_dtype.itemsize == 1
-        self.makes_drafts = versions.makes_drafts()
+        self.draft_tag = versions.draft_tag()
         self._merges = ranks > 1
         check_supported(self._device_refusals(vllm_config), latent_name())
 

@@ -22,7 +22,7 @@ from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arriva
 from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.impl import check_supported
-from trunkattn.integrations.vllm.metadata import LayerGroup, check_causal
+from trunkattn.integrations.vllm.metadata import LayerGroup, StepPlans, check_causal
 from trunkattn.integrations.warm_up import run_zeros, warm_up
 
 logger = init_logger("vllm.trunkattn")
@@ -88,13 +88,15 @@ class TrunkMlaBuilder(DecodeGraphs, LayerGroup, MLACommonMetadataBuilder[Any]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Plans a step, with vLLM's arguments and result; its `decode` is a `LatentDecodes`."""
+        if not self.is_run(fast_build):
+            return StepPlans({})
         metadata = self._step(common_attn_metadata)
         self._count(metadata)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
-        return self._step(common_attn_metadata)
+        return self._step(common_attn_metadata) if self.is_run(fast_build=False) else StepPlans({})
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Plans a step again from its tensors, which hold the next token of each request. vLLM from 0.33 on calls it

@@ -258,11 +258,27 @@ def scale_of(layer: Any, name: str) -> Any:
     return getattr(layer, f"_{name}") if is_loaded or number != 1 else number
 
 
-def makes_drafts() -> bool:
-    """Whether the layers that vLLM makes now are those of a draft model of model runner V1, which puts them into a
-    group with the model's own. V2 keeps them apart."""
+def draft_tag() -> str | None:
+    """vLLM's name for the kind of draft model whose layers it makes now; None: they are the model's own."""
     tag = getattr(import_module("vllm.compilation.backends"), "model_tag", None)
-    return tag in ("draft_model", "eagle_head")
+    return tag if tag in ("draft_model", "eagle_head") else None
+
+
+def has_model_runner_v1(vllm_config: Any) -> bool:
+    """Whether vLLM runs the model with its older model runner."""
+    return getattr(vllm_config, "use_v2_model_runner", None) is False
+
+
+def runs_only_drafts(tag: str | None, vllm_config: Any) -> bool:
+    """Whether a layer of a draft model runs only the steps that are planned for drafting. vLLM nevertheless puts it
+    into a group with the model's own layers. With model runner V2 an EAGLE or MTP head drafts its first token in the
+    step of the model.
+
+    Args:
+        tag: the layer's `draft_tag`.
+        vllm_config: the engine's configuration.
+    """
+    return tag == "draft_model" or (tag is not None and has_model_runner_v1(vllm_config))
 
 
 def chosen_kinds(vllm_config: Any) -> tuple[bool, bool]:
