@@ -452,9 +452,12 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
     assert validate(**options) == []
     assert validate(**options, use_batch_invariant=True) == []
     options["use_per_head_quant_scales"] = True
-    assert validate(**options) == [
-        "per-head quant scales not supported", "turn this off or leave attention_backend out"
-    ]  # fmt: skip
+    assert validate(**options) == validate(**options | {"kv_cache_dtype": "bfloat16"}) == []
+    assert validate(**options | {"kv_cache_dtype": "fp8"}) == [
+        "per-head quant scales not supported",
+        "choose kv_cache_dtype=bfloat16, which has no scales, or leave attention_backend out",
+    ]
+    assert validate(**options, use_non_causal=True)[-1] == "turn this off or leave attention_backend out"
     options |= {"use_per_head_quant_scales": False, "use_mm_prefix": True}
     assert validate(**options) == [
         "partial multimodal token full attention not supported",

@@ -70,7 +70,10 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
-        """The reasons why not, for vLLM's error, and what to do."""
+        """The reasons why not, for vLLM's error, and what to do. Weights may have a scale for each head that a cache of
+        16 bits does not need."""
+        if "use_per_head_quant_scales" in options and not versions.has_scales(options.get("kv_cache_dtype")):
+            options["use_per_head_quant_scales"] = False
         reasons: list[str] = super().validate_configuration(*args, **options)
         return [*reasons, versions.instead(options)] if reasons else []
 

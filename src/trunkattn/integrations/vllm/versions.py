@@ -137,6 +137,8 @@ def instead(options: Mapping[str, Any]) -> str:
     """What to do about options that our back end refuses, by those that vLLM's `validate_configuration` has."""
     if options.get("use_mm_prefix"):
         return f"serve text alone, with {TEXT_ALONE}, or leave attention_backend out"
+    if options.get("use_per_head_quant_scales"):
+        return "choose kv_cache_dtype=bfloat16, which has no scales, or leave attention_backend out"
     return "turn this off or leave attention_backend out"
 
 
@@ -150,6 +152,12 @@ def instead_of_latent(options: Mapping[str, Any]) -> str:
     if options.get("kv_cache_dtype") in PACKED_LATENT_DTYPES:
         return f"choose kv_cache_dtype={' or '.join(LATENT_KV_DTYPES)}, or leave attention_backend out"
     return instead(options)
+
+
+def has_scales(kv_cache_dtype: str | None) -> bool:
+    """Whether a layer multiplies what it stores with this kv_cache_dtype by scales."""
+    dtype = KV_DTYPES.get(kv_cache_dtype or "auto")
+    return dtype is not None and dtype.itemsize == 1
 
 
 def no_latent(version: str, error: Exception) -> str:
