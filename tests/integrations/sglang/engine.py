@@ -37,9 +37,10 @@ def start(model: Path, backend: str, **options: Any) -> sglang.Engine:
 
 @dataclass(frozen=True)
 class Run:
-    """tokens: of each round, prompt and sample. steps: those of our back end, by path."""
+    """tokens: of each round, prompt and sample. beams: the same of each beam. steps: those of our back end, by path."""
 
     tokens: list[list[list[int]]]
+    beams: list[list[list[list[int]]]]
     cached_tokens: int
     retractions: int
     steps: Counter[str]
@@ -59,11 +60,16 @@ def generate(model: Path, backend: str, sampling: dict[str, Any] | None = None, 
     facts = [answer["meta_info"] for answers in answers for answer in answers]
     return Run(
         tokens=[[list(answer["output_ids"]) for answer in each] for each in answers],
+        beams=[[_beams(answer) for answer in each] for each in answers],
         cached_tokens=sum(fact["cached_tokens"] for fact in facts),
         retractions=sum(fact["num_retractions"] for fact in facts),
         steps=steps,
         kv_bytes_saved=saved,
     )
+
+
+def _beams(answer: dict[str, Any]) -> list[list[int]]:
+    return [list(beam["output_ids"]) for beam in answer["meta_info"].get("beam_results", ())]
 
 
 def counters(folder: str) -> tuple[Counter[str], int]:

@@ -9,7 +9,7 @@ import sglang.srt.managers.scheduler as scheduler
 
 from ..broken_merge import break_merge
 from ..vllm.prompts import NUM_PROMPTS, equal
-from .engine import MAX_TOKENS, Run, equal_rounds, generate
+from .engine import GREEDY, MAX_TOKENS, Run, equal_rounds, generate
 
 MODELS = ("llama", "qwen3", "gemma3")
 PAGES = (1, 16)
@@ -47,6 +47,16 @@ def test_chunked_prompts(name: str, page_size: int, model: Callable[[str], Path]
     run = ours(model(name), page_size, chunked_prefill_size=64)
     assert_equal(run, stock(name))
     assert run.steps["prefill"] > 20  # so many chunks
+
+
+def test_beams(model: Callable[[str], Path]) -> None:
+    """Beams share the slots of their prompt, and of all tokens before they fork. SGLang wants pages of one token."""
+    beams = {**GREEDY, "beam_width": 4, "n": 4}
+    theirs, run = (generate(model("llama"), name, beams, page_size=1) for name in ("torch_native", "trunk"))
+    assert [len(found) for found in run.beams[0]] == [4] * NUM_PROMPTS
+    assert run.beams == theirs.beams
+    assert len({tuple(tokens) for tokens in run.beams[0][0]}) == 4
+    assert run.kv_bytes_saved > 0
 
 
 @pytest.mark.parametrize("page_size", PAGES)

@@ -1,18 +1,22 @@
 """As a user runs it: the installed plug-in, found by its entry point, in the processes that vLLM starts."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from trunkattn.integrations.vllm import versions
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "vllm_offline.py"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "vllm_offline.py"
 
 
 def run_example(*arguments: str) -> tuple[list[str], str]:
@@ -34,6 +38,13 @@ def run_example(*arguments: str) -> tuple[list[str], str]:
 def test_the_entry_point_is_installed() -> None:
     (found,) = entry_points(group="vllm.general_plugins", name="trunkattn")
     assert found.value == "trunkattn.integrations.vllm:register"
+
+
+def test_the_module_and_the_options_that_the_guide_names_for_a_server_on_a_cpu() -> None:
+    (command,) = re.findall(r"^\$ python -m (vllm.*)$", (ROOT / "docs" / "guide" / "vllm.md").read_text(), re.MULTILINE)
+    module, *arguments = command.split()
+    assert find_spec(module)
+    assert {option[2:].replace("-", "_") for option in arguments[::2]} <= EngineArgs.__dataclass_fields__.keys()
 
 
 def test_the_example_in_separate_processes(model: Callable[[str], Path]) -> None:
