@@ -168,6 +168,12 @@ def test_split_cache_gives_views_in_any_layout(order: tuple[int, ...]) -> None:
     assert (logical[..., :dim] == 1.0).all()
 
 
+def test_numbers_of_another_type_are_not_read_as_the_expected_one() -> None:
+    stored = torch.tensor([1.5, -2.0]).to(torch.bfloat16).repeat(2, 1, 16, 1)
+    for cache in versions.split_cache(stored, 1, torch.float16):
+        assert cache.dtype == torch.bfloat16, "BatchAttention.run refuses it"
+
+
 def test_split_cache_reads_bytes_as_fp8() -> None:
     stored = torch.tensor([1.5, -2.0, 0.25, 448.0]).to(torch.float8_e4m3fn).repeat(2, 1, 16, 1)
     keys, values = versions.split_cache(stored.view(torch.uint8), 2, torch.float8_e4m3fn)

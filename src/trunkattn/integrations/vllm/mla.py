@@ -93,7 +93,7 @@ class TrunkMlaImpl(MLACommonImpl[Any]):
     def caches_of(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The rows [num_blocks, block_size, head_size] of the layer's cache, and no values apart, as
         `BatchAttention.run` takes them."""
-        return kv_cache if kv_cache.dtype == self.cache_dtype else kv_cache.view(self.cache_dtype), None
+        return versions.typed_cache(kv_cache, self.cache_dtype), None
 
     def forward_mqa(
         self,

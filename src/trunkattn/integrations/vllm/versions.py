@@ -226,11 +226,16 @@ def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_siz
     return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
+def typed_cache(kv_cache: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """A cache as numbers. vLLM allocates those of 8 bits as bytes; any other keeps its type, for the library to check
+    it, since the bits of one 16-bit type are other numbers in another."""
+    return kv_cache.view(kv_dtype) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
 def split_cache(kv_cache: torch.Tensor, head_size: int, kv_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(keys, values) [num_blocks, block_size, num_kv_heads, head_size]: views of a cache of `kv_cache_shape`, in any
     memory layout."""
-    typed = kv_cache if kv_cache.dtype == kv_dtype else kv_cache.view(kv_dtype)
-    keys, values = typed.transpose(1, 2).split(head_size, -1)
+    keys, values = typed_cache(kv_cache, kv_dtype).transpose(1, 2).split(head_size, -1)
     return keys, values
 
 
