@@ -113,13 +113,12 @@ class PrefixTree:
     def from_sequences(cls, sequences: Sequence[Tokens]) -> "PrefixTree":
         """The tree of sequences by their tokens, each a list or a 1-dimensional tensor of integers.
 
-        Equal sequences are one leaf, which counts for each of them. One that others go on from, as the next turn of a
-        conversation does, ends above them.
+        Equal sequences are one leaf, which counts for each of them.
 
         Raises:
-            ValueError, TypeError: a sequence has no tokens.
+            ValueError, TypeError: a sequence has no tokens, or is a prefix of another.
         """
-        return cls(build_trie(token_arrays("sequences", sequences)))
+        return cls(build_trie("sequences", token_arrays("sequences", sequences)))
 
     @classmethod
     def from_prompt(cls, prompt: Tokens, answers: Sequence[Tokens]) -> "PrefixTree":
@@ -128,10 +127,10 @@ class PrefixTree:
         Answers that begin alike share that beginning, too.
 
         Raises:
-            ValueError, TypeError: the prompt or an answer has no tokens.
+            ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
         """
         first = token_array("prompt", prompt)
-        return cls(behind(first, build_trie(token_arrays("answers", answers))))
+        return cls(behind(first, build_trie("answers", token_arrays("answers", answers))))
 
     @classmethod
     def from_segments(

@@ -97,12 +97,14 @@ def token_arrays(name: str, given: Sequence[Tokens]) -> list[np.ndarray]:
     return [token_array(f"{name}[{number}]", tokens) for number, tokens in enumerate(listed)]
 
 
-def build_trie(sequences: list[np.ndarray]) -> Segments:
-    """The segments of sequences that each have tokens; equal sequences end at one segment, and one that others go on
-    from ends above theirs.
+def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
+    """The segments of sequences that each have tokens; equal sequences end at one segment. name: of the argument.
 
     Children of a segment are in the order of the first sequence that each one holds. Sequences that begin alike are
     neighbours when they are sorted, so one pass over these with a path from the root finds all segments.
+
+    Raises:
+        ValueError: a sequence is a prefix of another.
     """
     keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
     root = _Node(0, 0, 0)
@@ -114,6 +116,8 @@ def build_trie(sequences: list[np.ndarray]) -> Segments:
         if last is not None and shared == size:
             leaf_of[number] = leaf_of[last]
             continue
+        if last is not None and shared == len(sequences[last]):
+            _refuse(name, last, number)
         _leave(path, shared)
         path.append(_Node(number, shared, size))
         leaf_of[number], last = path[-1], number
@@ -175,3 +179,10 @@ def _leave(path: list[_Node], depth: int) -> None:
 
 def _later_first(node: _Node) -> list[_Node]:
     return sorted(node.children, key=lambda child: -child.first)
+
+
+def _refuse(name: str, shorter: int, longer: int) -> None:
+    raise ValueError(
+        f"{name}[{shorter}] is a prefix of {name}[{longer}]: expected that none is, so end each with a token of its "
+        "own, such as the end of a sequence"
+    )
