@@ -82,7 +82,7 @@ def topics() -> tuple[Topic, ...]:
         ),
         Topic(
             "latent", "Latent attention", "decoding over a latent cache (MLA), beside FlashMLA and FlashAttention-3",
-            (latent.latent,),
+            (latent.latent, latent.narrow),
         ),
         Topic(
             "prompts", "Prompts and mixed steps", "prompt chunks by themselves, and together with decodes",
