@@ -78,12 +78,12 @@ def allocate_buffers(desc, dtype: gl.constexpr, C: gl.constexpr):
     ROPES: gl.constexpr = (2, BLOCK_ROWS, ROPE_DIM)
     full = _part_barriers()
     return Buffers(
-        half_boxes,
-        rope_boxes,
-        reinterpret(half_boxes, dtype, HALVES, SWIZZLED),
-        reinterpret(rope_boxes, dtype, ROPES, SWIZZLED),
-        full,
-        full if C.box_columns == PART_COLUMNS else _part_barriers(),
+        half_boxes=half_boxes,
+        rope_boxes=rope_boxes,
+        halves=reinterpret(half_boxes, dtype, HALVES, SWIZZLED),
+        rope=reinterpret(rope_boxes, dtype, ROPES, SWIZZLED),
+        full=full,
+        landed=full if C.box_columns == PART_COLUMNS else _part_barriers(),
     )
 
 
