@@ -2,7 +2,7 @@
 and producer warps widen them.
 
 An 8-bit number becomes float16 without rounding, and one instruction converts two of them. Queries and weights are then
-float16, too (`as_float16`).
+float16, too (`as_float16`). Rows of a latent cache become numbers of the queries' type (`widen_e4m3`).
 """
 
 from types import MappingProxyType
@@ -26,7 +26,7 @@ _E4M3_TO_FP16 = gl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $1, high;
 }
 """)
-# The same for bfloat16, which no instruction converts them to
+# The same for bfloat16, to which no instruction converts them
 _E4M3_TO_BF16 = gl.constexpr("""
 {
     .reg .b16 low, high, first, second;

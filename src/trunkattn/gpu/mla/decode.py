@@ -5,7 +5,8 @@ and values of all heads at once. An output of 512 columns in float32 fills the r
 each of them holds 256 columns. They take blocks in pairs, like FlashMLA's "seesaw" schedule
 (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Each computes the scores of one block,
 and both multiply the probabilities of both blocks by their half of the values. The softmax of one warpgroup runs while
-the tensor cores work for the other. Probabilities and row maxima pass through shared memory.
+the tensor cores work for the other. Probabilities and row maxima pass through shared memory. Rows of 8 bits are widened
+before the consumers see them (`widen`).
 """
 
 from typing import Any, Final, NamedTuple

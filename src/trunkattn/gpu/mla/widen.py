@@ -82,7 +82,7 @@ def _widen_part(buffers, words, BUFFER: gl.constexpr, PART: gl.constexpr, uses, 
 @gluon.jit
 def widen_items(tasks, segments, desc, buffers, C: gl.constexpr):
     """Runs the producer warps. A part is widened after two more have been acquired and loaded, so that memory answers
-    meanwhile. `left` and `right` name the buffers of the two blocks of a pair."""
+    meanwhile. `left` and `right` count the uses of the buffers of a pair's first and second block."""
     DTYPE: gl.constexpr = buffers.halves.dtype
     BLOCK_SEGMENTS: gl.constexpr = BLOCK_ROWS // C.segment_size
     words = _words_of(buffers)
