@@ -227,10 +227,10 @@ def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KE
     return Choice(None, passed_over)
 
 
-def all_that_compute(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[Kernel]:
+def all_that_compute(work: Work, config: Any, card: Card) -> list[Kernel]:
     """Every kernel that does not refuse, in the table's order. If one cannot read some tensors, the next one replaces
     it."""
-    return [kernel for kernel in kernels if kernel.work is work and not kernel.refuses(config, card)]
+    return [kernel for kernel in KERNELS if kernel.work is work and not kernel.refuses(config, card)]
 
 
 def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
@@ -238,9 +238,9 @@ def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
     return next(kernel for kernel in kernels if kernel.name == name)
 
 
-def portable_kernel(work: Work, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+def portable_kernel(work: Work) -> Kernel:
     """The portable kernel for some work, which replaces a kernel that cannot read a layer."""
-    return next(kernel for kernel in kernels if kernel.work is work and kernel.portable)
+    return next(kernel for kernel in KERNELS if kernel.work is work and kernel.portable)
 
 
 @dataclass(frozen=True)
