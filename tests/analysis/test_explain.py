@@ -90,9 +90,19 @@ def test_a_latent_cache_is_compared_with_its_own_kernel() -> None:
     assert "fitted to no engine" in text.replace("\n", " ") and "was not timed" not in text
 
 
-def test_a_latent_cache_of_8_bits_says_that_its_kernel_was_not_timed() -> None:
+def test_a_latent_cache_of_e4m3_takes_longer_than_one_of_16_bits() -> None:
+    took = []
+    for cache in ("auto", "float8_e4m3fn"):
+        prices = Prices(model_shape("deepseek-v3"), card_named("H200"), tensor_parallel=8, kv_cache_dtype=cache)
+        _, explanation = explained("1,64_8192,512", prices)
+        assert "was not timed" not in printed(explanation, prices)
+        took.append(explanation.layers[0].auto.layer_us)
+    assert took[0] < took[1]
+
+
+def test_a_latent_cache_of_e5m2_says_that_its_kernel_was_not_timed() -> None:
     shape, card = model_shape("deepseek-v3"), card_named("H100")
-    prices = Prices(shape, card, tensor_parallel=8, kv_cache_dtype="float8_e4m3fn")
+    prices = Prices(shape, card, tensor_parallel=8, kv_cache_dtype="float8_e5m2")
     _, explanation = explained("1,4,64_1024,512,128", prices)
     text = printed(explanation, prices).replace("\n", " ")
     assert "The portable latent decode kernel computes it and was not timed" in text
