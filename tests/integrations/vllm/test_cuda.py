@@ -176,7 +176,7 @@ def test_kernels_are_compiled_together_before_the_first_step(
         patched.setattr(warm_up, "compiled_together", together)
         patched.setattr(DeviceAttention, "run", run)
         builder._warm_up(WIDTH)
-    assert runs == [(now, tokens, 2) for now in (True, False) for tokens in (1, 1, 2, 2)]
+    assert runs == [(now, tokens, tokens) for now in (True, False) for tokens in (1, 1, 2, 2)]
     step, errors = run_step(builder, make_batch([1, 1], [20, 40]))
     assert step.decode_tokens == 2
     assert max(errors) < 0.02

@@ -44,7 +44,7 @@ def test_prompts_of_our_own_kernels_are_warm_too(
     builder.build(0, make_batch([1, 1], [20, 40]))
     runs = runs_of_warm_up(builder, monkeypatch)
     assert set(compilations.waited) == {True}
-    assert runs == [(builder.attentions[layer.layer_spec].limits, 2), *[(None, 2 + 128)] * 2] * 2
+    assert runs == [(builder.attentions[layer.layer_spec].limits, 1), *[(None, 2 + 128)] * 2] * 2
     _, errors = run_step(builder, make_batch([1, 1, 30], [20, 40, 0]))
     assert max(errors) < 0.02
 
@@ -75,5 +75,20 @@ def test_prompts_that_are_planned_on_the_device_are_warm_too(
     runs = runs_of_warm_up(builder, monkeypatch)
     decodes = builder.attentions[layer.layer_spec].limits
     prompts = replace(decodes, max_query_tokens=1, max_chunk_tokens=2048)
-    assert runs == [(decodes, 2), (prompts, 1)] * 2
+    assert runs == [(decodes, 1), (prompts, 1)] * 2
     assert (compilations.begun, compilations.waited) == ([False], [])
+
+
+@pytest.mark.parametrize("may_overlap", [False, True])
+def test_an_engine_of_one_request_at_a_time(
+    gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch, may_overlap: bool
+) -> None:
+    """Its plans have no room for a second row, nor its attention for a second query."""
+    monkeypatch.setattr(DeviceAttention, "may_overlap", may_overlap)
+    monkeypatch.setattr(warm_up, "compiled_together", nullcontext)
+    gpu_engine.scheduler_config.max_num_seqs = 1
+    builder = make_builder(gpu_engine, make_layer())
+    for batch in (make_batch([9], [0]), make_batch([1], [20])):
+        _, errors = run_step(builder, batch)
+        assert max(errors) < 0.02
+    builder._warm_up(WIDTH)

@@ -271,7 +271,8 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         longest = min(capacity.max_chunk_tokens, capacity.max_pages_per_request * self.kv_cache_spec.block_size)
         whole = torch.tensor([longest], dtype=torch.int32, device="cpu")
         attentions = {*self.attentions.values()}
-        return longest > 0 and all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions)
+        may_mix = longest > 0 and capacity.max_requests > 1  # a prompt and a request that decodes
+        return may_mix and all(each.overlaps(PromptChunks(1, whole, whole)) for each in attentions)
 
     def _warm_up(self, max_pages_per_request: int) -> None:
         """Compiles the kernels that steps run, before any request waits for them."""
@@ -286,7 +287,8 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
 
         def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
             for spec, (_, plan) in self._plan(rows, chunks).items():
-                run_zeros(self.attentions[spec], plan, caches[spec], 2, return_lse=self._ranks is not None)
+                queries, return_lse = len(rows.seq_lens), self._ranks is not None
+                run_zeros(self.attentions[spec], plan, caches[spec], queries, return_lse=return_lse)
 
         def work() -> None:
             plan_and_run(decode)
