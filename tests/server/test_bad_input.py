@@ -115,6 +115,13 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         "min_tokens",
         "min_tokens=5: expected at most max_completion_tokens=3",
     ),
+    (CHAT, {"messages": MESSAGES, "min_tokens": 512}, "min_tokens", "min_tokens=512: expected at most "),
+    (
+        COMPLETE,
+        {"prompt": "x" * 12, "min_tokens": 501, "max_tokens": 501},
+        "min_tokens",
+        "min_tokens=501: expected at most 500, because prompt has 12 tokens",
+    ),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "expected logprobs=true"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),

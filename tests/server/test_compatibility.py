@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trunkattn import LLM, SamplingParams
-from trunkattn.server.report import report, status_line
+from trunkattn.server.engine_loop import Submission
+from trunkattn.server.report import report, request_line, status_line
 
 from .conftest import NAME, Server
 
@@ -333,6 +335,12 @@ def test_a_request_has_its_line(server: Server, caplog: pytest.LogCaptureFixture
         server.post(COMPLETE, {"prompt": "x" * 20, "max_tokens": 3, "ignore_eos": True})
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("cmpl-")]
     assert "length, prompt 20 tokens" in line and re.search(r"answers 3 tokens, first token after \d+\.\d+ s,", line)
+
+
+def test_the_line_of_a_request_that_got_nothing_has_its_prompt(reference: LLM) -> None:
+    checked = reference.engine.check_request([1, 2, 3], SamplingParams())
+    line = request_line("cmpl-1", [Submission(checked, arrival_time=time.monotonic() - 2)], [], is_whole=False)
+    assert re.match(r"cmpl-1: cut off, prompt 3 tokens .0 cached., answers 0 tokens, first token after none, 2\.", line)
 
 
 def test_a_line_says_how_the_server_does(reference: LLM) -> None:

@@ -1,6 +1,7 @@
 """Health, metrics, and the live page's data."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +56,26 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
     assert grown(f"trunkattn_http_requests_total[{path}, ('status', '400')]") == 1
     assert grown("trunkattn_http_requests_total[('path', 'other'), ('status', '404')]") == 1
     assert after["trunkattn_running_sequences[]"] == after["trunkattn_kv_pages_in_use[]"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_counts_no_token(server: Server, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    before = samples(server)
+    body = {"prompt": ["x" * 40, "y"], "n": 2, "echo": True, "max_tokens": 0, "stream": stream}
+    with caplog.at_level(logging.INFO, "trunkattn"):
+        response = server.post("/v1/completions", body)
+        wait_for(lambda: any("all" in record.getMessage() for record in caplog.records))
+    after = samples(server)
+    grown = {name: after[name] - before.get(name, 0) for name in after if "created" not in name}
+    for name in ("trunkattn_generated_tokens", "vllm:generation_tokens"):
+        assert [value for found, value in grown.items() if found.startswith(f"{name}_total")] == [0]
+    for name in ("trunkattn_time_to_first_token", "vllm:time_to_first_token", "trunkattn_inter_token"):
+        assert [value for found, value in grown.items() if found.startswith(f"{name}_seconds_count")] == [0], name
+    assert grown["trunkattn_prompt_tokens_total[]"] == 41 and grown["trunkattn_request_seconds_count[]"] == 2
+    if not stream:
+        assert response.json()["usage"]["completion_tokens"] == 0
+    line = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("cmpl-"))
+    assert "length, prompt 41 tokens (" in line and "answers 0 tokens, first token after none, " in line
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.request import PromptTooLong, Request
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.sampling import Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
+from trunkattn.engine.sampling import NO_TOKEN_WANTED, Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
@@ -24,7 +24,7 @@ from trunkattn.engine.suspects import Suspects
 from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, written
 
 
 class Runner(Protocol):
@@ -38,11 +38,16 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request that can run: its prompt, truncated if it asks for that, and what its parameters mean."""
+    """A request that can run: its prompt, truncated if it asks for that, and what its parameters mean.
+
+    Attributes:
+        has_answer: False: it ends when its prompt is computed, and gets no token.
+    """
 
     token_ids: list[int]
     params: SamplingParams
     rules: LogitsRules
+    has_answer: bool = True
 
 
 class Engine:
@@ -158,6 +163,11 @@ class Engine:
                 f"{limit + 1} tokens here, by its configuration, the option max_model_len or the KV cache; shorten the "
                 f"prompt, or raise the lowest of the three"
             )
+        if params.min_tokens > (room := limit + 1 - len(kept)):
+            raise ValueError(
+                f"min_tokens={written(params.min_tokens)}: expected at most {room}, because {name} has {len(kept)} "
+                f"tokens and this model's maximum context length is {limit + 1} tokens here"
+            )
         highest = self.limits.vocab_size - 1
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
             for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
@@ -211,13 +221,14 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r}: expected an id that no unfinished request has")
         room = self.limits.max_model_len - num_tokens
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
         sequences = [
             Request(
                 request_id=f"{request_id}.{index}",
                 token_ids=checked.token_ids,
                 num_prompt_tokens=num_tokens,
                 params=params,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                max_tokens=most if checked.has_answer else 0,
                 eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
                 arrival=arrival,
                 index=index,
@@ -265,16 +276,19 @@ class Engine:
             self._failed = {chunk.request.owner_id for chunk in batch.chunks}
             self.scheduler.roll_back(batch)
             raise
-        for sample, token_id in zip(batch.samples, token_ids, strict=True):
-            if token_id < 0:
-                sample.request.fail(*error_of(sample.request, token_id))
+        for place, sample in enumerate(batch.samples):
+            if sample.request.max_tokens == 0:  # only its prompt is asked for
+                token_ids[place] = NO_TOKEN_WANTED
+                sample.request.finish("length")
+            elif token_ids[place] < 0:
+                sample.request.fail(*error_of(sample.request, token_ids[place]))
         for request, found in prompt_logprobs:
             self._requests[request.owner_id].add_prompt_logprobs(found)
             request.num_prompt_logprobs += len(found)
         self.scheduler.update(batch, token_ids)
         outputs = self._answer(batch, token_ids, logprobs)
         self._suspects.passed(sample.request.owner_id for sample in batch.samples)
-        self._count(batch, started)
+        self._count(batch, sum(token_id >= 0 for token_id in token_ids), started)
         return outputs
 
     def blame(self, error: Exception) -> list[RequestOutput]:
@@ -349,11 +363,11 @@ class Engine:
                 del self._requests[request_id]
         return [answers.output() for answers in touched.values()]
 
-    def _count(self, batch: ScheduledBatch, started: float) -> None:
+    def _count(self, batch: ScheduledBatch, num_sampled: int, started: float) -> None:
         stats, cache = self._stats, self.scheduler.cache
         stats.steps += 1
         stats.computed_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
-        stats.generated_tokens += sum(sample.request.error is None for sample in batch.samples)
+        stats.generated_tokens += num_sampled
         stats.kv_tokens_read += self.runner.last_reads.kv_tokens_read
         stats.kv_tokens_per_query += self.runner.last_reads.kv_tokens_per_query
         if stats.peak_usage is None or cache.num_pages_in_use >= stats.peak_usage.pages_held:

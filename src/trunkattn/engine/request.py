@@ -24,7 +24,7 @@ class Request:
         token_ids: prompt and generated tokens. Until `begin` the list is the request's, which nobody changes.
         num_prompt_tokens: tokens of the prompt.
         params: sampling parameters.
-        max_tokens: most tokens to generate, within `max_model_len`.
+        max_tokens: most tokens to generate, within `max_model_len`; 0: the request ends with its prompt.
         eos_token_ids: end-of-sequence ids of the model; empty with `ignore_eos`.
         arrival: rank in the order of arrival. The last arrival is preempted first.
         index: number of the answer among the request's `n`.

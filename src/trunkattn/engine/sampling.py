@@ -14,6 +14,7 @@ from trunkattn.engine.sampling_params import SamplingParams
 
 NOT_FINITE = -1  # in place of a token: the model's logits have none that is largest, because of a NaN or infinity
 NO_TOKEN_LEFT = -2  # in place of a token: the request's own parameters leave none
+NO_TOKEN_WANTED = -3  # in place of a token: the request asks only for its prompt
 BLOCK = 256  # tokens; a draw chooses a block of them first
 _LARGEST = torch.finfo(torch.float32).max
 MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ class Completion:
                 token_ids = await service.tokens(prompt, name, body.add_special_tokens, truncates)
             else:
                 token_ids = prompt
-            submission = await service.submission(name, token_ids, params, self._caller)
+            submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
             checked.append(submission)
             if body.echo:
                 whole = is_text and submission.checked.token_ids == token_ids
@@ -70,7 +69,7 @@ class Completion:
 
     def _changes(self) -> dict[str, Any]:
         """Sampling parameters that are not the body's fields: `echo` with `logprobs` asks for those of the prompt, and
-        without an answer one token is computed and not shown."""
+        `max_tokens` may be 0 with it."""
         changes: dict[str, Any] = {}
         if self._body.logprobs is not None:
             changes["logprobs"] = self._body.logprobs
@@ -82,7 +81,7 @@ class Completion:
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
-        outputs = [self._shown(output) for output in await self._service.finished(submissions, self.id)]
+        outputs = await self._service.finished(submissions, self.id)
 
         def response(rest: Rest) -> str:
             choices = [
@@ -101,7 +100,7 @@ class Completion:
         writer, newest = StreamWriter(), dict[int, RequestOutput]()
         progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
         async for grown in self._service.grow(submissions, self.id):
-            output = newest[grown.prompt] = self._shown(grown.output)
+            output = newest[grown.prompt] = grown.output
             told = progress[grown.prompt]
             usage = usage_so_far(list(newest.values()), self._options)
             work = partial(self._events, grown.prompt, output, told, usage, writer)
@@ -133,23 +132,6 @@ class Completion:
                 event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
                 events.append(writer.event(event | usage, rest))
         return events
-
-    def _shown(self, output: RequestOutput) -> RequestOutput:
-        """An output without the token that nobody asked for, and without what it ended by."""
-        if not self._has_no_answer:
-            return output
-        answers = [
-            replace(
-                answer,
-                text="",
-                token_ids=[],
-                logprobs=None if answer.logprobs is None else [],
-                finish_reason=None if answer.finish_reason is None else "length",
-                stop_reason=None,
-            )
-            for answer in output.outputs
-        ]
-        return replace(output, outputs=answers)
 
     def _choice(
         self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece, rest: Rest

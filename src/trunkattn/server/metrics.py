@@ -139,16 +139,20 @@ class RequestTimes:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._is_new = True
         self._num_tokens = 0  # of the longest answer
         self._last_s = 0.0  # when it got the last one
 
     def grown(self, output: RequestOutput) -> None:
-        """Counts the tokens that an answer has got since the last call, and the times of their arrival."""
+        """Counts the prompt's tokens once, those that an answer has got since the last call, and the times of their
+        arrival."""
         times, now = output.metrics, time.monotonic()
         num_tokens = max(len(answer.token_ids) for answer in output.outputs)
         new = num_tokens - self._num_tokens
-        if self._num_tokens == 0 and times.time_to_first_token is not None:
+        if self._is_new:
             self._metrics.count_prompt(len(output.prompt_token_ids))
+            self._is_new = False
+        if self._num_tokens == 0 and times.time_to_first_token is not None:
             self._metrics.took_first_token(times.time_to_first_token)
             new -= 1
             self._last_s = times.first_token_time or now

@@ -9,6 +9,7 @@ from typing import Final
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.stats import EngineStats
+from trunkattn.server.engine_loop import Submission
 
 _LOG: Final = logging.getLogger(__name__)
 _INTERVAL_S: Final = 10.0
@@ -42,24 +43,26 @@ def status_line(engine: Engine, stats: EngineStats, last: EngineStats, seconds: 
     )
 
 
-def request_line(name: str, outputs: Sequence[RequestOutput], is_whole: bool) -> str:
+def request_line(name: str, submissions: Sequence[Submission], outputs: Sequence[RequestOutput], is_whole: bool) -> str:
     """What became of a request: its tokens and times.
 
     Args:
         name: its id.
+        submissions: its prompts.
         outputs: the newest of each of its prompts that has one.
         is_whole: whether it has finished; otherwise its client went away, or it failed.
     """
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt = sum(len(submission.checked.token_ids) for submission in submissions)
     cached = sum(output.num_cached_tokens for output in outputs)
     answers = [answer for output in outputs for answer in output.outputs]
     tokens = sum(len(answer.token_ids) for answer in answers)
     reasons = ",".join(sorted({answer.finish_reason or "cut off" for answer in answers})) if is_whole else "cut off"
     first = [output.metrics.time_to_first_token for output in outputs]
     first_s = min((seconds for seconds in first if seconds is not None), default=None)
-    began = min((output.metrics.arrival_time for output in outputs), default=time.monotonic())
+    now = time.monotonic()
+    began = min((one.arrival_time for one in submissions if one.arrival_time is not None), default=now)
     first_text = "none" if first_s is None else f"{first_s:.3f} s"
     return (
         f"{name}: {reasons}, prompt {prompt} tokens ({cached} cached), answers {tokens} tokens, first token after "
-        f"{first_text}, {time.monotonic() - began:.3f} s in all"
+        f"{first_text}, {now - began:.3f} s in all"
     )

@@ -234,8 +234,10 @@ class Service:
             words = f"prompt has {num_prompts} items: expected at most {most}, because no more may wait at a time"
             raise BadRequest(words, "prompt")
 
-    async def submission(self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller) -> Submission:
-        """A checked request for the engine. name: what messages call the prompt."""
+    async def submission(
+        self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller, has_answer: bool = True
+    ) -> Submission:
+        """A checked request for the engine. name: what messages call the prompt. has_answer: see `CheckedRequest`."""
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
             raise self._too_long(name, f"{len(token_ids)} tokens", most)
@@ -248,7 +250,7 @@ class Service:
 
         def check(_: Rest) -> CheckedRequest:
             with bad_request():
-                return self.loop.engine.check_request(token_ids, params, name)
+                return replace(self.loop.engine.check_request(token_ids, params, name), has_answer=has_answer)
 
         checked = await lanes.run(len(token_ids), check)
         return Submission(
@@ -311,7 +313,7 @@ class Service:
                     _check_sound(item.output)
                     yield item
         finally:
-            _LOG.info(request_line(name, list(newest.values()), ended == len(tasks)))
+            _LOG.info(request_line(name, submissions, list(newest.values()), ended == len(tasks)))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
