@@ -1,7 +1,6 @@
 """The engine around a fake model: steps, stop strings, cancellation, errors, outputs and counters."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -360,23 +359,6 @@ def test_a_bad_request_is_refused_and_the_others_go_on(prompt: Any, params: dict
         engine.add_request(prompt, SamplingParams(**params))
     assert message in str(caught.value)
     assert run(engine)[good].outputs[0].text == "hello world"
-
-
-def test_min_tokens_may_fill_the_context() -> None:
-    engine = make_engine(num_pages=10)
-    request_id = engine.add_request([1] * 30, SamplingParams(min_tokens=10, max_tokens=None))
-    assert len(run(engine)[request_id].outputs[0].token_ids) == 10
-
-
-def test_a_request_without_an_answer_ends_with_its_prompt() -> None:
-    engine = make_engine()
-    params = SamplingParams(n=2, max_tokens=1, logprobs=1, allowed_token_ids=[EOS])
-    checked = replace(engine.check_request([65] * 40, params), has_answer=False)
-    request_id = engine.add_checked(checked)
-    output = run(engine)[request_id]
-    ended = [(answer.token_ids, answer.text, answer.finish_reason) for answer in output.outputs]
-    assert ended == [([], "", "length")] * 2 and output.metrics.first_token_time is None
-    assert engine.stats.generated_tokens == 0 and engine.stats.computed_tokens == 40
 
 
 def test_integers_of_other_types_are_token_ids() -> None:

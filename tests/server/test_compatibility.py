@@ -101,7 +101,7 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"max_token": 5}, "max_token=5: did you mean max_tokens?"),
         ({"temprature": 0}, "temprature=0: did you mean temperature?"),
         ({"max_new_tokens": 5}, "expected max_tokens instead"),
-        ({"return_token_ids": True}, "return_token_ids=True: this server does not have it; leave it out"),
+        ({"return_prompt_text": True}, "return_prompt_text=True: this server does not have it; leave it out"),
         ({"min_new_tokens": 5}, "expected min_tokens instead"),
         ({"truncation_side": "right"}, "truncation_side='right': input should be 'left'"),
         ({"guided_json": {"type": "object"}}, "expected structured_outputs instead"),

@@ -64,7 +64,8 @@ class Chat:
         """The response as JSON, once every answer is finished."""
         with told_as(self._form):
             outputs = await self._service.finished(submissions, self.id)
-        return await self._service.render(num_places(outputs[0]), lambda rest: self._response(outputs, rest))
+        places = num_places(outputs[0], with_prompt=self._body.return_token_ids)
+        return await self._service.render(places, lambda rest: self._response(outputs, rest))
 
     def _response(self, outputs: Sequence[RequestOutput], rest: Rest) -> str:
         choices = []
@@ -76,11 +77,10 @@ class Chat:
             logprobs: dict[str, Any] | None = None
             if answer.logprobs is not None:
                 logprobs = {"content": _logprobs(answer, 0, self._num_top, rest) or [], "refusal": None}
-            choices.append(
-                {"index": answer.index, "message": message, "logprobs": logprobs, **_ending(answer, bool(parsed.calls))}
-            )
-        whole = self._envelope("chat.completion", choices) | {"usage": usage_of(outputs).as_json()}
-        return write_json(whole, rest)
+            choice = {"index": answer.index, "message": message, "logprobs": logprobs}
+            choices.append(choice | self._ids(answer.token_ids) | _ending(answer, bool(parsed.calls)))
+        whole = self._envelope("chat.completion", choices) | self._prompt_ids(outputs[0])
+        return write_json(whole | {"usage": usage_of(outputs).as_json()}, rest)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
@@ -89,7 +89,8 @@ class Chat:
             async for grown in self._service.grow(submissions, self.id):
                 newest = [grown.output]
                 work = partial(self._events, grown.output, progress, writer)
-                for event in await self._service.render(num_places(grown.output, progress.values()), work):
+                places = num_places(grown.output, progress.values(), self._body.return_token_ids)
+                for event in await self._service.render(places, work):
                     yield event
         if self._options.include_usage:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
@@ -110,8 +111,8 @@ class Chat:
         for answer in output.outputs:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
-                first = self._chunk(answer, {"role": "assistant", "content": ""})
-                events.append(writer.event(first | usage_so_far([output], self._options)))
+                first = self._chunk(answer, {"role": "assistant", "content": ""}) | self._prompt_ids(output)
+                events.append(writer.event(first | usage_so_far([output], self._options), rest))
             if progress[answer.index].ended:  # all of it is told, and to parse it again takes time in every step
                 continue
             for chunk in self._chunks(answer, progress[answer.index], rest):
@@ -125,8 +126,9 @@ class Chat:
         text, first_token = sent.advance(answer, parsed.content)
         logprobs = _logprobs(answer, first_token, self._num_top, rest)
         chunks = []
-        if text or logprobs:
-            chunks.append(self._chunk(answer, {"content": text}, logprobs))
+        token_ids = answer.token_ids[first_token:]
+        if text or logprobs or (token_ids and self._body.return_token_ids):
+            chunks.append(self._chunk(answer, {"content": text}, logprobs, token_ids))
         if sent.just_ended:
             if parsed.calls:
                 calls = [{"index": number, **call} for number, call in enumerate(self._told(parsed))]
@@ -202,11 +204,20 @@ class Chat:
         answer: CompletionOutput,
         delta: dict[str, Any],
         logprobs: Written | None = None,
+        token_ids: Sequence[int] = (),
         ending: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         content = {"content": logprobs, "refusal": None} if logprobs else None
         choice = {"index": answer.index, "delta": delta, "logprobs": content, "finish_reason": None, **(ending or {})}
-        return self._envelope("chat.completion.chunk", [choice])
+        return self._envelope("chat.completion.chunk", [choice | self._ids(list(token_ids))])
+
+    def _ids(self, token_ids: list[int]) -> dict[str, Any]:
+        """The field of an answer's tokens, if the request wants them."""
+        return {"token_ids": token_ids} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
+        """The field of the prompt's tokens, if the request wants them."""
+        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         model = self._service.options.served_model_name

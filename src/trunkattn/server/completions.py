@@ -41,6 +41,7 @@ class Completion:
         self.id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self._echoed: list[str] = []
         self._has_no_answer = body.echo and body.max_tokens == 0
+        self._tells_tokens = body.return_token_ids or body.logprobs is not None
         self._options = body.stream_options or StreamOptions()
         self._hidden = () if body.skip_special_tokens is False else service.special_ids
 
@@ -93,7 +94,8 @@ class Completion:
             ]
             return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()}, rest)
 
-        return await self._service.render(sum(map(num_places, outputs)), response)
+        places = sum(num_places(output, with_prompt=self._body.return_token_ids) for output in outputs)
+        return await self._service.render(places, response)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
@@ -104,7 +106,8 @@ class Completion:
             told = progress[grown.prompt]
             usage = usage_so_far(list(newest.values()), self._options)
             work = partial(self._events, grown.prompt, output, told, usage, writer)
-            for event in await self._service.render(num_places(output, told.values()), work):
+            places = num_places(output, told.values(), self._body.return_token_ids)
+            for event in await self._service.render(places, work):
                 yield event
         if self._options.include_usage:
             whole = usage_of(list(newest.values()))
@@ -126,8 +129,8 @@ class Completion:
             sent = progress.setdefault(answer.index, Progress())
             text, first_token = sent.advance(answer)
             piece = Piece(text=text, first_token=first_token, offsets=sent.offsets, begins=not sent.begun)
-            has_logprobs = answer.logprobs is not None and len(answer.logprobs) > piece.first_token
-            if piece.text or has_logprobs or sent.just_ended:
+            has_tokens = self._tells_tokens and len(answer.token_ids) > piece.first_token
+            if piece.text or has_tokens or sent.just_ended:
                 sent.begun = True
                 event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
                 events.append(writer.event(event | usage, rest))
@@ -146,13 +149,17 @@ class Completion:
             new = range(piece.first_token, len(answer.token_ids))
             places.add(answer.token_ids[piece.first_token :], (answer.logprobs[place] for place in new))
             logprobs = places.as_json()
-        return {
+        choice = {
             "index": prompt * self._body.n + answer.index,
             "text": echo + piece.text,
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
+        if self._body.return_token_ids:
+            choice["token_ids"] = answer.token_ids[piece.first_token :]
+            choice |= {"prompt_token_ids": output.prompt_token_ids} if piece.begins else {}
+        return choice
 
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         model = self._service.options.served_model_name

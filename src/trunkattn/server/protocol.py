@@ -129,7 +129,7 @@ _OTHER_FORMS: Final = (
 _ONE_FORM: Final = "this server has one way to write a form; leave it out"
 # Fields of vLLM's requests that change an answer, or what is told of it, and that are not here
 _OTHER_ANSWERS: Final = (
-    *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
+    *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
     *("repetition_detection", "thinking_token_budget", "watermarking", "vllm_xargs"),
 )
 # Fields of a chat that say what the model is to read
@@ -163,6 +163,7 @@ class Sampling(Body):
 
     best_of: as many as `n`, because no answer is thrown away here. truncation_side: where a prompt is cut.
     user: a name that goes into the log. cache_salt: only requests of equal salt share cached prefixes.
+    return_token_ids: the response has the tokens of the prompt and of the answers, as numbers.
     """
 
     without_effect = frozenset(
@@ -211,6 +212,7 @@ class Sampling(Body):
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
     cache_salt: Label | None = None
     user: Label | None = None
 

@@ -48,13 +48,14 @@ class Grown:
     output: RequestOutput
 
 
-def num_places(output: RequestOutput, told: Collection[Progress] = ()) -> int:
+def num_places(output: RequestOutput, told: Collection[Progress] = (), with_prompt: bool = False) -> int:
     """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
-    its answers; the prompt is told first."""
+    its answers; the prompt is told first. with_prompt: its token ids are."""
     tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in told)
     named = next((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), 0)
     prompt = () if told else output.prompt_logprobs or ()
-    return len(prompt) * (1 + max((len(entry or ()) for entry in prompt[-1:]), default=0)) + tokens * (1 + named)
+    places = len(prompt) * (1 + max((len(entry or ()) for entry in prompt[-1:]), default=0)) + tokens * (1 + named)
+    return places + (len(output.prompt_token_ids) if with_prompt and not told else 0)
 
 
 @dataclass(frozen=True)
