@@ -194,9 +194,9 @@ def test_a_request_arrives_with_its_last_byte(server: Server, monkeypatch: pytes
     """How long a client takes to send it is no time of the server's."""
     arrived, submission = list[float](), server.app.state.service.submission
 
-    async def noted(name: str, token_ids: list[int], params: object, caller: Caller) -> object:
+    async def noted(name: str, token_ids: list[int], params: object, caller: Caller, has_answer: bool) -> object:
         arrived.append(caller.arrival_time or 0.0)
-        return await submission(name, token_ids, params, caller)
+        return await submission(name, token_ids, params, caller, has_answer)
 
     monkeypatch.setattr(server.app.state.service, "submission", noted)
     sent = post_of({"prompt": "x", "max_tokens": 2}, "Connection: close", "Expect: 100-continue")
