@@ -4,10 +4,10 @@ from types import MappingProxyType
 from typing import Final
 
 from trunkattn.analysis.model_shape import ModelShape
-from trunkattn.analysis.settings import MOST_PAGES, Settings
+from trunkattn.analysis.settings import KV_CACHE_DTYPES, MOST_PAGES, Settings
 from trunkattn.gpu.cards import Card
 
-NUMBER_BYTES: Final = MappingProxyType({"auto": 2, "float8_e4m3fn": 1, "float8_e5m2": 1})  # of each KV cache dtype
+NUMBER_BYTES: Final = MappingProxyType({name: 2 if name == "auto" else 1 for name in KV_CACHE_DTYPES})
 _RESERVED: Final = 0.9  # share of the card's memory that an engine takes
 _ACTIVATION_BYTES: Final = 2 * 10**9
 

@@ -7,7 +7,6 @@ times describe it better than our own kernels without sharing do.
 
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.memory import NUMBER_BYTES, check_cards, layer_token_bytes
 from trunkattn.analysis.model_shape import ModelShape
+from trunkattn.analysis.settings import KV_CACHE_DTYPES
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card, EngineTimes
 from trunkattn.gpu.kernel import Kernel, kernels_of
@@ -33,9 +33,6 @@ _LOGITS: Final = 128_256  # the vocabulary for which `EngineTimes.sequence_us` w
 # Bandwidth of all-reduces among the cards of one host. Their fixed cost does not show in times measured on two cards.
 _LINK_BYTES_PER_US: Final = 300_000
 _PROMPT_SHARE: Final = 0.7  # the attention of prompts reaches this share of the rate of matrix products
-_CACHE_DTYPES: Final = MappingProxyType(
-    {"auto": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-)
 
 
 class DecodeBatch(NamedTuple):
@@ -95,8 +92,8 @@ class Prices:
 
     def __post_init__(self) -> None:
         check_cards(self.shape, self.tensor_parallel)
-        if self.kv_cache_dtype not in _CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(_CACHE_DTYPES)}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
         assert self.rule
 
     @cached_property
@@ -115,7 +112,7 @@ class Prices:
             head_dim=shape.head_dim,
             page_size=self.page_size,
             dtype=torch.bfloat16,
-            kv_dtype=_CACHE_DTYPES[self.kv_cache_dtype],
+            kv_dtype=None if self.kv_cache_dtype == "auto" else getattr(torch, self.kv_cache_dtype),
             latent_dim=shape.latent_dim,
             sm_scale=None if shape.latent_dim is None else shape.head_dim**-0.5,
         )

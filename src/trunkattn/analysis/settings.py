@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkattn.engine.config import check_budget, check_scheduler_policy
+from trunkattn.names import FP8_CACHES
 from trunkattn.validate import check_int, check_real, keep_int
 
 Progress = Callable[[str, float], None]
@@ -13,7 +14,7 @@ Progress = Callable[[str, float], None]
 ROUTES: Final = ("random", "round-robin", "prefix", "sharers")
 MOST_REPLICAS: Final = 1024
 MOST_PAGES: Final = 10_000_000  # of each of which a replay holds a record
-KV_CACHE_DTYPES: Final = ("auto", "float8_e4m3fn", "float8_e5m2")
+KV_CACHE_DTYPES: Final = ("auto", *dict.fromkeys(FP8_CACHES.values()))
 
 
 @dataclass(frozen=True)

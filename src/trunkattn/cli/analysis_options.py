@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.cli.command import fields_of
 from trunkattn.cli.options import OUTPUT, integer, number, size
+from trunkattn.names import FP8_CACHES
 from trunkattn.validate import check_int
 
 LOG, MODEL, ENGINE, FLEET = "Log", "Card and model", "Engine", "Fleet"
@@ -59,12 +59,8 @@ def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
 _CONCURRENCIES, _RATES = Listed(_DEFAULT.concurrencies), Listed(_DEFAULT.rates)
 CARD_OPTION: Final = _text(MODEL, "NAME", "A card that was measured, such as 'NVIDIA H100'.", "--gpu")
 PARALLEL_OPTION: Final = _integer(MODEL, "Cards that share each layer.", "--tp")
-# vLLM and SGLang, whose command lines a user copies, have names of their own for these types.
-_CACHE_DTYPES: Final = MappingProxyType(
-    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-)
 CACHE_DTYPE_OPTION: Final = _parsed(
-    lambda text: _CACHE_DTYPES.get(text, text),
+    lambda text: FP8_CACHES.get(text, text),  # as on the command lines that a user copies
     "NAME",
     MODEL,
     "Type of the KV cache: auto (16 bits), fp8 (also fp8_e4m3 or float8_e4m3fn), fp8_e5m2 (also float8_e5m2).",

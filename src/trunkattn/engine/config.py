@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from trunkattn.names import EXECUTIONS, POLICIES
+from trunkattn.names import EXECUTIONS, FP8_CACHES, POLICIES
 from trunkattn.validate import check_bool, check_int, check_real, keep_int
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULER_POLICIES = ("chunked_prefill", "prefill_first")
 OLDER_POLICY_NAMES: Final = MappingProxyType({"hybrid": "chunked_prefill"})  # still accepted
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_CACHE_DTYPES = ("auto", *FP8_CACHES)
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 DEVICE: Final = re.compile(r"auto|cpu|cuda(:[0-9]+)?")

@@ -40,15 +40,8 @@ from trunkattn.engine.model_support import (
     probe_attention,
 )
 from trunkattn.engine.packed_linear import can_pack, pack_linears
+from trunkattn.names import FP8_CACHES
 
-KV_DTYPES = MappingProxyType(
-    {
-        "auto": None,
-        "fp8": torch.float8_e4m3fn,
-        "fp8_e4m3": torch.float8_e4m3fn,
-        "fp8_e5m2": torch.float8_e5m2,
-    }
-)
 # Types that have Python of their own beside their weights, and what transformers calls models that compute the same
 KNOWN_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 DUMMY_SEED = 0
@@ -126,7 +119,7 @@ def inspect_model(
     if load_format != "dummy":
         _check_size(files, geometry.num_parameters)
     torch_dtype = _dtype(dtype, config, torch_device)
-    kv_dtype = KV_DTYPES[kv_cache_dtype]
+    kv_dtype = None if kv_cache_dtype == "auto" else getattr(torch, FP8_CACHES[kv_cache_dtype])
     return ModelInfo(
         files=files,
         config=config,

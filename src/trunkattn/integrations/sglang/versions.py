@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from trunkattn.dtypes import dtype_name
+from trunkattn.dtypes import KV_KINDS, dtype_name
 from trunkattn.gpu.cards import card_at
 from trunkattn.integrations.version_range import VersionRange
 
@@ -36,7 +36,7 @@ RUNNER: Final = (
 )  # fmt: skip
 
 # Types of KV cache, by SGLang's names for them; the runner has the dtype.
-KV_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+KV_DTYPES: Final = tuple(KV_KINDS)
 
 # Pools of keys and values, by the exact class name, because subclasses change what is stored.
 PLAIN_POOL: Final = "MHATokenToKVPool"

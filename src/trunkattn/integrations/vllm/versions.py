@@ -18,6 +18,7 @@ import torch
 
 from trunkattn.gpu.cards import card_at
 from trunkattn.integrations.version_range import VersionRange
+from trunkattn.names import FP8_CACHES
 
 # `make test-vllm-all` runs 0.27 to 0.32 from vLLM's packages for CPUs, and the Python of 0.33 over the compiled parts
 # of 0.32. On GPUs the oldest and the newest have run.
@@ -42,9 +43,7 @@ KV_DTYPES: Final = MappingProxyType(
         "auto": None,
         "float16": torch.float16,
         "bfloat16": torch.bfloat16,
-        "fp8": torch.float8_e4m3fn,
-        "fp8_e4m3": torch.float8_e4m3fn,
-        "fp8_e5m2": torch.float8_e5m2,
+        **{name: getattr(torch, dtype) for name, dtype in FP8_CACHES.items()},
     }
 )
 
