@@ -1,9 +1,11 @@
 """The arguments of launches: the geometry of an attention, and the tensors of one layer."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+
+_TMA_BYTES: Final = 16  # an address or a stride in a TMA descriptor is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,15 @@ class Pdl(NamedTuple):
 
     trigger: Any
     wait: Any
+
+
+def why_not_by_tma(name: str, cache: torch.Tensor, dims: int) -> list[str]:
+    """Why TMA, which reads 16 bytes at a time, cannot read a cache; empty: it can. Rows must be contiguous, and the
+    address and the strides of the first `dims` dimensions multiples of 16 bytes."""
+    reasons = []
+    if cache.data_ptr() % _TMA_BYTES:
+        reasons.append(f"{name} begins at an address that is no multiple of {_TMA_BYTES} bytes")
+    strides = [stride * cache.itemsize for stride in cache.stride()[:dims]]
+    if cache.stride(-1) != 1 or any(stride % _TMA_BYTES for stride in strides):
+        reasons.append(f"{name} has strides {cache.stride()}: expected multiples of {_TMA_BYTES} bytes, and 1")
+    return reasons

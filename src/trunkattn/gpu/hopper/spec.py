@@ -14,7 +14,7 @@ import torch
 from trunkattn.config import AttentionConfig
 from trunkattn.dtypes import dtype_name
 from trunkattn.gpu.cards import Card
-from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.layer import Geometry, Tensors, why_not_by_tma
 from trunkattn.gpu.portable.spec import (
     DECODE_TILES,
     DECODE_TILES_FP8,
@@ -43,7 +43,6 @@ BOTH_GROUPS: Final = (1, 2, 4, 8, 16)  # query heads per KV head
 BOTH_ROWS: Final = 16  # rows of a decode tile
 BOTH_NARROW_ROWS: Final = 8  # rows of a narrow decode tile, which is faster
 BOTH_KEYS: Final = 64  # keys of a block of a decode tile
-_TMA_BYTES: Final = 16  # an address or a stride in a TMA descriptor is a multiple of this
 
 
 class Source(IntEnum):
@@ -263,16 +262,11 @@ def _misfits(config: AttentionConfig, heads: tuple[int, ...], other_caches: tupl
 
 
 def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
-    """Returns why the kernels cannot read the tensors of a layer. The list is empty if they can. Caches are read 16
-    bytes at a time, so rows must be contiguous, and their addresses and strides multiples of 16 bytes. Query tokens
-    must lie less than 2^32 elements apart."""
+    """Returns why the kernels cannot read the tensors of a layer. The list is empty if they can. Query tokens must
+    lie less than 2^32 elements apart."""
     reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
     for name, cache in (("k_cache", t.k_cache), ("v_cache", t.v_cache)):
-        if cache.data_ptr() % _TMA_BYTES:
-            reasons.append(f"{name} begins at an address that is no multiple of {_TMA_BYTES} bytes")
-        strides = [stride * cache.itemsize for stride in cache.stride()[:-1]]
-        if cache.stride(-1) != 1 or any(stride % _TMA_BYTES for stride in strides):
-            reasons.append(f"{name} has strides {cache.stride()}: expected multiples of {_TMA_BYTES} bytes, and 1")
+        reasons += why_not_by_tma(name, cache, dims=3)
     far = [name for name, tensor in (("q", t.q), ("out", t.out)) if tensor.stride(0) >= 2**32]
     return reasons + [f"{name} has tokens 2^32 elements or more apart" for name in far]
 

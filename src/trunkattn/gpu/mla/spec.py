@@ -14,7 +14,7 @@ import torch
 from trunkattn.config import AttentionConfig
 from trunkattn.dtypes import dtype_name
 from trunkattn.gpu.cards import E4M3_NEEDS, Card
-from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.layer import Geometry, Tensors, why_not_by_tma
 from trunkattn.gpu.tiles import GpuTile
 
 MODULE: Final = "trunkattn.gpu.mla"
@@ -29,7 +29,6 @@ PAGE_UNIT: Final = 16  # tokens of its smallest TMA box
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _NARROW: Final = torch.float8_e4m3fn  # a cache that the Hopper kernel widens
 _READS_LATENT: Final = "keys and values apart: expected a latent cache"
-_TMA_BYTES: Final = 16  # what an address and a stride in a TMA descriptor are multiples of
 
 # A block takes as long whether its rows are used or not. The times are those of blocks that the L2 cache holds.
 _TILE: Final = GpuTile(
@@ -90,15 +89,10 @@ def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def refuses_layer(t: Tensors, geometry: Geometry) -> list[str]:
-    """Returns why the Hopper kernel cannot read the tensors of a layer. The list is empty if it can. TMA loads the
-    cache 16 bytes at a time."""
+    """Returns why the Hopper kernel cannot read the tensors of a layer. The list is empty if it can. A latent cache has
+    one head, so TMA needs no stride of heads."""
     reasons = [] if t.q.is_cuda else ["tensors on a CPU: expected a GPU"]
-    if t.k_cache.data_ptr() % _TMA_BYTES:
-        reasons.append(f"k_cache begins at an address that is no multiple of {_TMA_BYTES} bytes")
-    strides = [stride * t.k_cache.itemsize for stride in t.k_cache.stride()[:2]]
-    if any(stride % _TMA_BYTES for stride in strides):
-        reasons.append(f"k_cache has strides {t.k_cache.stride()}: expected multiples of {_TMA_BYTES} bytes")
-    return reasons
+    return reasons + why_not_by_tma("k_cache", t.k_cache, dims=2)
 
 
 def decode_tiles(config: AttentionConfig, card: Card) -> tuple[GpuTile, ...]:
