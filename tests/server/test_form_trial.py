@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from trunkattn.server import form_worker, limits
+from trunkattn.server.engine_loop import Submission
 
 from .conftest import Server, wait_for
 
@@ -28,10 +29,9 @@ def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.Monk
     assert server.post(COMPLETE, body | {"n": 3}).status_code == 200
     refused = server.post(COMPLETE, body | {"n": 5})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
-    server.app.state.service._held_form_seconds = 0.19
-    assert server.post(COMPLETE, body).status_code == 429
-    assert server.post(COMPLETE, BASE).status_code == 200
-    server.app.state.service._held_form_seconds = 0.0
+    with server.app.state.service.admission.room([Submission(None, form_seconds=0.19)]):
+        assert server.post(COMPLETE, body).status_code == 429
+        assert server.post(COMPLETE, BASE).status_code == 200
 
 
 @pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])

@@ -15,7 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
-from trunkattn.server import ServerOptions, conversation, limits, running, service
+from trunkattn.server import ServerOptions, admission, conversation, limits, running
+from trunkattn.server.engine_loop import Submission
 from trunkattn.server.json_size import json_size
 from trunkattn.server.template_clock import TemplateTimeout, template_clock
 
@@ -174,13 +175,13 @@ def test_the_calls_of_a_conversation_are_counted_before_they_are_read(
 def test_log_probabilities_that_would_fill_the_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     body = BASE | {"logprobs": 20, "max_tokens": 10}
     assert server.post(COMPLETE, body).status_code == 200
-    monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=200))
+    monkeypatch.setattr(admission, "LIMITS", limits.RequestLimits(logprob_entries=200))
     response = server.post(COMPLETE, body)
     assert response.status_code == 400 and "expected at most 200; lower n" in response.json()["error"]["message"]
 
 
 def test_log_probabilities_of_prompts_count_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "LIMITS", limits.RequestLimits(logprob_entries=300))
+    monkeypatch.setattr(admission, "LIMITS", limits.RequestLimits(logprob_entries=300))
     body = BASE | {"echo": True, "logprobs": 1}
     assert server.post(COMPLETE, body | {"prompt": "x" * 100}).status_code == 200
     kept = {"prompt": "x" * 300, "truncate_prompt_tokens": 50}
@@ -188,9 +189,8 @@ def test_log_probabilities_of_prompts_count_too(server: Server, monkeypatch: pyt
     for prompt in ("x" * 200, ["x" * 100] * 2):
         response = server.post(COMPLETE, body | {"prompt": prompt})
         assert response.status_code == 400 and response.json()["error"]["param"] == "logprobs"
-    server.app.state.service._held_logprobs = 299
-    assert server.post(COMPLETE, body).status_code == 429
-    server.app.state.service._held_logprobs = 0
+    with server.app.state.service.admission.room([Submission(None, num_logprobs=299)]):
+        assert server.post(COMPLETE, body).status_code == 429
 
 
 def test_tools_count_as_the_prompt_that_they_become(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

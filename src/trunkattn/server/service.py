@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
@@ -14,9 +14,10 @@ from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import ChatOptions, own_variables, render_template, unread_variables
 from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
+from trunkattn.server.admission import Admission
 from trunkattn.server.body import LONGEST_NAME, Reading, closest
 from trunkattn.server.conversation import as_read, check_arguments
-from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
+from trunkattn.server.engine_loop import EngineLoop, Submission
 from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
@@ -87,6 +88,7 @@ class Service:
 
     def __init__(self, llm: LLM, loop: EngineLoop, options: ServerOptions, metrics: Metrics) -> None:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
+        self.admission = Admission(loop)
         self.lanes = Lanes("texts")
         self._compiling = Lanes("forms")
         self._trial = FormTrial(llm.engine.structured_outputs, self._compiling, LIMITS)
@@ -94,7 +96,6 @@ class Service:
         self.special_ids = special_ids(llm.tokenizer)
         self.token_bytes = TokenBytes(llm.tokenizer)
         self.model_created = int(llm.info.files.path.stat().st_mtime)
-        self._held_logprobs, self._held_form_seconds = 0, 0.0  # of the requests that are being answered
         self._most_tokens = options.max_prompt_tokens or llm.engine.limits.max_model_len
         self._most_characters = self._most_tokens * max(map(len, vocabulary), default=1)
 
@@ -242,7 +243,7 @@ class Service:
         most = self.options.max_prompt_tokens
         if most is not None and len(token_ids) > most and params.truncate_prompt_tokens is None:
             raise self._too_long(name, f"{len(token_ids)} tokens", most)
-        num_logprobs = self._num_logprobs(len(token_ids), params)
+        num_logprobs = self.admission.count_logprobs(len(token_ids), params)
         lanes, form_seconds = self.lanes, 0.0
         if params.structured_outputs is not None:
             with bad_request():
@@ -277,7 +278,7 @@ class Service:
     async def grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
         """Every output of every submission. To close the generator ends what has not finished. Then the log gets a line
         about the request. name: its id."""
-        with self._room(submissions):
+        with self.admission.room(submissions):
             async with aclosing(self._grow(submissions, name)) as outputs:
                 async for grown in outputs:
                     yield grown
@@ -351,52 +352,6 @@ class Service:
         """The error of a prompt, in words that clients look for."""
         words = f"because this model's maximum context length is {self._most_tokens} tokens here; shorten it"
         return BadRequest(f"{name} has {size}: expected at most {most}, {words}", name, code=TOO_LONG)
-
-    def _num_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Log-probabilities that a prompt and its answers may have. Raises BadRequest if they are too many."""
-        longest, kept = self.llm.engine.limits.max_model_len, params.truncate_prompt_tokens
-        tokens = min(params.max_tokens or longest, longest)
-        own = 0 if params.logprobs is None else params.n * tokens * (params.logprobs + 1)
-        read = min(num_prompt_tokens, longest if kept is None or kept == -1 else kept)
-        prompt = 0 if params.prompt_logprobs is None else read * (params.prompt_logprobs + 1)
-        _check_room(own + prompt, 0.0)
-        return own + prompt
-
-    @contextmanager
-    def _room(self, submissions: Sequence[Submission]) -> Iterator[None]:
-        """Room for a request's log-probabilities, and for the time that its form takes of a step, beside those of other
-        requests. Raises BadRequest if it needs too much by itself, and QueueFull if others leave too little."""
-        num_logprobs = sum(submission.num_logprobs for submission in submissions)
-        form_seconds = sum(submission.form_seconds for submission in submissions)
-        _check_room(num_logprobs, form_seconds)
-        if self._held_logprobs + num_logprobs > LIMITS.logprob_entries:
-            raise QueueFull(f"{self._held_logprobs} log-probabilities are asked for", self.loop.retry_after_s)
-        if form_seconds and self._held_form_seconds + form_seconds > LIMITS.form_token_seconds:
-            full = f"the forms of answers take {self._held_form_seconds:.3f} s of each step"
-            raise QueueFull(full, self.loop.retry_after_s)
-        self._held_logprobs += num_logprobs
-        self._held_form_seconds += form_seconds
-        try:
-            yield
-        finally:
-            self._held_logprobs -= num_logprobs
-            self._held_form_seconds -= form_seconds
-
-
-def _check_room(num_logprobs: int, form_seconds: float) -> None:
-    """Raises BadRequest if a request needs more than all requests together may."""
-    if num_logprobs > LIMITS.logprob_entries:
-        raise BadRequest(
-            f"logprobs of all places are {num_logprobs}: expected at most {LIMITS.logprob_entries}; lower n, "
-            f"max_tokens, the prompts or the number of logprobs",
-            "logprobs",
-        )
-    if form_seconds > LIMITS.form_token_seconds:
-        raise BadRequest(
-            f"structured_outputs: a token of all answers takes {form_seconds:.3f} s: expected at most "
-            f"{LIMITS.form_token_seconds} s; ask for fewer answers or a simpler form",
-            "structured_outputs",
-        )
 
 
 def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:
