@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numba
 from numba.core import event
@@ -32,10 +32,12 @@ COMPILED_SOURCES: Final = (
     "ops",
     "planner",
 )
+_Function: TypeAlias = Callable[..., Any]
+
 _SAYS_AFTER_S: Final = 0.3  # seconds of compiling before the notice appears: one small function needs none
 
 
-def njit(function: Callable | None = None, *, inner: bool = False, by_address: bool = False, **options: Any) -> Any:
+def njit(function: _Function | None = None, *, inner: bool = False, by_address: bool = False, **options: Any) -> Any:
     """`numba.njit` for functions of this package; all of its options but `cache`.
 
     A wrapper costs as much to compile as a small function, so each function has only the one that it is called through.
@@ -44,7 +46,7 @@ def njit(function: Callable | None = None, *, inner: bool = False, by_address: b
     """
     wrappers: dict[str, Any] = {"no_cpython_wrapper": inner or by_address, "no_cfunc_wrapper": not by_address}
 
-    def compile_lazily(function: Callable) -> Any:
+    def compile_lazily(function: _Function) -> Any:
         dispatcher = numba.njit(**wrappers, **options)(function)
         if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it at run time
             dispatcher.compile = _uninterrupted(dispatcher.compile)
@@ -55,7 +57,7 @@ def njit(function: Callable | None = None, *, inner: bool = False, by_address: b
     return compile_lazily if function is None else compile_lazily(function)
 
 
-def _uninterrupted(compile_one: Callable) -> Callable:
+def _uninterrupted(compile_one: _Function) -> _Function:
     """Numba's method that compiles or loads a function, for whose end interrupts wait: an interrupted compiler frees
     memory twice."""
 
@@ -89,7 +91,7 @@ def source_stamp() -> str:
 class _PackageCacheImpl(CompileResultCacheImpl):
     """Numba's cache with a stamp of all sources in the place of one file's."""
 
-    def __init__(self, function: Callable) -> None:
+    def __init__(self, function: _Function) -> None:
         super().__init__(function)
         self._locator.get_source_stamp = source_stamp
 

@@ -74,7 +74,7 @@ _RECORD: Final = np.dtype([(name, np.int64) for name in _NAMES])
 _ANY_LENGTH: Final = 2**48  # compiled code does not look at it
 
 
-def address_of(array: NDArray) -> int:
+def address_of(array: NDArray[Any]) -> int:
     """Where a contiguous array begins."""
     address: int = array.__array_interface__["data"][0]
     return address
