@@ -148,8 +148,19 @@ def test_a_call_of_a_history_is_what_the_server_makes_of_it(
     assert function == {"name": "weather", "arguments": arguments}
 
 
-@pytest.mark.parametrize(("arguments", "read"), [("", "{}"), ("null", "{}"), ("[1]", '"[1]"'), ("a b", '"a b"')])
-def test_arguments_that_are_no_mapping(llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: str, read: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", "{}"),
+        ("null", "{}"),
+        ("[1]", '"[1]"'),
+        ("a b", '"a b"'),
+        (r'{"a": "\ud83d\ud83d\ude00"}', r'{"a": "\\ud83d😀"}'),
+    ],
+)
+def test_arguments_are_read_whatever_they_are(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: str, read: str
+) -> None:
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]

@@ -109,9 +109,12 @@ def test_half_a_surrogate_pair_and_infinity_pass(server: Any) -> None:
     server.say(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
     try:
         assert whole(server)["message"]["tool_calls"][0]["function"]["arguments"] == arguments
-        assert streamed(server)[1][0]["function"]["arguments"] == arguments
+        (call,) = streamed(server)[1]
     finally:
         del server.llm.engine._sampler.sample
+    assert call["function"]["arguments"] == arguments
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert server.post(CHAT, {**BODY, "messages": history, "max_tokens": 1}).status_code == 200
 
 
 def test_one_call_where_the_client_takes_no_more(server: Any) -> None:
@@ -170,6 +173,13 @@ def test_an_answer_that_has_ended_is_parsed_once(server: Any, monkeypatch: pytes
     assert len(parsed) == 4
 
 
+@pytest.mark.parametrize("name", ["https://a.example/b.json", "b"])
+def test_schemas_with_names_of_their_own_force_calls(server: Any, name: str) -> None:
+    """Their references lead from the name, wherever they stand."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$id": name, **NESTED}}}
+    assert server.post(CHAT, {**BODY, "tools": [tool], "tool_choice": "required", "max_tokens": 3}).status_code == 200
+
+
 @pytest.mark.parametrize("reference", ["#", "#/properties/again/anyOf/0"])
 def test_schemas_that_refer_to_themselves_are_taken(server: Any, reference: str) -> None:
     again = {"anyOf": [{"type": "null"}, {"$ref": reference}]}
@@ -188,6 +198,8 @@ def test_references_lead_to_the_same_places() -> None:
         "properties": {"$ref": {"const": {"$ref": "#/x"}}, "const": {"$ref": "#/b/$defs/a"}},
         "allOf": [{"$ref": "other.json#/a"}, {"$ref": "#anchor"}, {"enum": [{"$ref": "#"}]}],
     }
+    named = {"properties": {"$id": {"$ref": "#"}}, "items": {"$id": "x", "$ref": "#"}}
+    assert rerooted(named, "#/b") == {"properties": {"$id": {"$ref": "#/b"}}, "items": {"$id": "x", "$ref": "#"}}
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}

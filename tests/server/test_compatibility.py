@@ -199,6 +199,14 @@ def test_tools_pass_if_nothing_has_to_show_them(
     assert choice == "none" or answer["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
+def test_tools_pass_if_a_form_may_be_that_of_calls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", ONLY_TEXTS)
+    form = {"choice": ['<tool_call>{"name": "f", "arguments": {}}</tool_call>']}
+    body = {"messages": [USER], "tools": [TOOL], "structured_outputs": form, "max_tokens": 200}
+    (answer,) = server.post(CHAT, body).json()["choices"]
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
 def test_variables_of_other_templates_are_logged_or_refused(
     server: Server,
     start_server: Callable[..., Server],

@@ -1,6 +1,7 @@
 """Prompts: turns what a user gives, text, token ids or messages, into token ids. Errors name what is wrong."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,8 @@ _SYSTEM: Final = ({"role": "system", "content": "b"},)
 _TOOL: Final = MappingProxyType(
     {"type": "function", "function": {"name": "c", "description": "d", "parameters": {"type": "object"}}}
 )
+
+_HALF_A_PAIR: Final = re.compile("[\ud800-\udfff]")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -251,7 +254,7 @@ def _variables_of(template: str) -> frozenset[str]:
 
 def read_arguments(name: str, text: str) -> Any:
     """The mapping that the arguments of a call hold as JSON, empty for null or no text; the text itself if it holds
-    none.
+    none. Half of a surrogate pair, which models write and no tokenizer reads, becomes the text of its escape.
 
     Raises:
         ValueError: naming the arguments by `name`: they are nested too deeply to be read.
@@ -260,11 +263,17 @@ def read_arguments(name: str, text: str) -> Any:
         return {}
     try:
         found = json.loads(text)
+        if "\\u" in text:
+            found = json.loads(_HALF_A_PAIR.sub(_escape, json.dumps(found, ensure_ascii=False)))
     except RecursionError as error:
         raise ValueError(f"{name}={shown(text)}: expected JSON of fewer levels") from error
     except ValueError:
         return text
     return {} if found is None else found if isinstance(found, dict) else text
+
+
+def _escape(half: re.Match[str]) -> str:
+    return rf"\\u{ord(half[0]):04x}"
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def calls_schema(tools: Sequence[Tool], only_one: bool, rest: Rest = no_rest) ->
 
 
 def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict[str, Any]:
-    """A copy of a schema that stands at `root` of another one: its references lead to the same places. rest: is called
-    at every mapping and list."""
+    """A copy of a schema that stands at `root` of another one: its references lead to the same places. Those within a
+    part that has an `$id` lead from that part anyway. rest: is called at every mapping and list."""
     whole: dict[str, Any] = {}
     waiting: list[tuple[Any, Any, bool]] = [
         (schema, whole, False)
@@ -40,14 +40,23 @@ def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict
     while waiting:
         rest()
         source, target, has_names = waiting.pop()
+        is_schema = isinstance(source, Mapping) and not has_names
+        if is_schema and _has_own_root(source):
+            target.update(source)
+            continue
         pairs = source.items() if isinstance(source, Mapping) else enumerate(source)
         for key, value in pairs:
-            is_keyword = isinstance(source, Mapping) and not has_names
             copied = value
-            if is_keyword and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            if is_schema and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
                 copied = root + value[1:]
-            elif isinstance(value, Mapping | list) and not (is_keyword and key in _DATA):
+            elif isinstance(value, Mapping | list) and not (is_schema and key in _DATA):
                 copied = {} if isinstance(value, Mapping) else [None] * len(value)
-                waiting.append((value, copied, is_keyword and key in _NAMED))
+                waiting.append((value, copied, is_schema and key in _NAMED))
             target[key] = copied
     return whole
+
+
+def _has_own_root(part: Mapping[str, Any]) -> bool:
+    """Whether references within a part of a schema lead from it. An `$id` that is only a fragment is a name in it."""
+    name = part.get("$id")
+    return isinstance(name, str) and not name.startswith("#")

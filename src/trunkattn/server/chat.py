@@ -52,7 +52,7 @@ class Chat:
             self._caller.num_bytes,
             (body.tools or ()) if self._may_call else (),
             params.truncate_prompt_tokens is not None,
-            self._calls_are_forced,
+            self._calls_are_forced or body.structured_outputs is not None,  # a form may be that of calls
             chat_template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,

@@ -129,7 +129,7 @@ class Service:
         num_bytes: int,
         tools: Sequence[Tool] = (),
         truncates: bool = False,
-        calls_are_forced: bool = False,
+        tools_may_be_hidden: bool = False,
         **options: Any,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template.
@@ -139,7 +139,7 @@ class Service:
             num_bytes: of the body.
             tools: functions that the model may call.
             truncates: see `tokens`.
-            calls_are_forced: the form of the answer follows the tools, even if the model does not see them.
+            tools_may_be_hidden: see `render_template`.
             options: fields of `ChatOptions`.
         """
 
@@ -151,7 +151,9 @@ class Service:
                 chat = ChatOptions(tools=described or None, **options)
                 chat = self._readable(chat)
                 with template_clock(LIMITS.template_seconds, rest):
-                    return render_template(self.llm.tokenizer, conversation, chat, tools_may_be_hidden=calls_are_forced)
+                    return render_template(
+                        self.llm.tokenizer, conversation, chat, tools_may_be_hidden=tools_may_be_hidden
+                    )
 
         return await self.tokens(await self.lanes.run(num_bytes, render), "messages", False, truncates)
 
