@@ -28,6 +28,7 @@ FLOORS = MappingProxyType(
         "derivatives": 0,
         "config": 1,
         "inputs": 2,
+        "attention_op": 3,
         "planner": 2,
         "backend": 3,
         "gpu/cards": 3,

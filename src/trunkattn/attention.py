@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from trunkattn.attention_op import number_of, run_in_graph
 from trunkattn.backend import PARTS, Backend, Counters, Part, PlannedStep
 from trunkattn.config import BACKENDS, AttentionConfig, Capacity
 from trunkattn.inputs import (
@@ -35,6 +36,7 @@ class Plan:
     ) -> None:
         """Wraps a planned step. refills: whether another batch may be planned into it."""
         self.step, self.owner, self.last_page, self.window, self.refills = step, owner, last_page, window, refills
+        self.number = number_of(self)
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles, because their kernels would read the arrays of the original plan."""
@@ -311,7 +313,7 @@ class BatchAttention:
             )
         shape = (rows, config.num_qo_heads, config.value_dim)
         result = torch.empty(shape, dtype=config.dtype, device=self.device) if out is None else out
-        lse = self._backend.run(plan.step, inputs, result)
+        lse = self._compute(plan, inputs, result)
         return (result, lse) if return_lse else result
 
     def run_known(
@@ -339,4 +341,9 @@ class BatchAttention:
             sinks=sinks,
             return_lse=False,
         )
-        self._backend.run(plan.step, inputs, out)
+        self._compute(plan, inputs, out)
+
+    def _compute(self, plan: Plan, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # it cannot follow the kernels' launches
+            return run_in_graph(plan.number, inputs, self.config.latent_dim is not None, out)
+        return self._backend.run(plan.step, inputs, out)

@@ -326,8 +326,8 @@ def _tensor(
     if tensor.dim() != len(shape) or given != wanted_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
-    check_plain(name, tensor)
     if not torch.compiler.is_compiling():  # which traces tensors without memory, and runs with others
+        check_plain(name, tensor)
         check_memory(name, tensor)
 
 
@@ -338,8 +338,9 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
         _tensor(name, value, tuple(value.shape), None, device)
-        # on a GPU, looking at the values would wait for it
-        finite = device.type != "cpu" or bool(value.float().isfinite().all())
+        # on a GPU, looking at the values would wait for it, and a graph that is traced has none
+        hidden = device.type != "cpu" or torch.compiler.is_compiling()
+        finite = hidden or bool(value.float().isfinite().all())
     elif isinstance(value, Real) and not isinstance(value, bool):
         number: Any = value if isinstance(value, int) else float(value)  # an int may be too large for a float
         finite = bool(abs(number) <= torch.finfo(torch.float32).max)
@@ -351,8 +352,9 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
 
 
 def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
-    """Checks that the product of all factors of the logits is finite. Scales on a GPU are not checked."""
-    if inputs.q_scale is None and inputs.k_scale is None:
+    """Checks that the product of all factors of the logits is finite. Scales on a GPU are not checked, nor those of a
+    graph that is traced, whose op checks them."""
+    if (inputs.q_scale is None and inputs.k_scale is None) or torch.compiler.is_compiling():
         return
     product: Any = config.logit_scale
     for value in (None, inputs.q_scale, inputs.k_scale):

@@ -1,8 +1,12 @@
 """Code around the library may be compiled by torch: the kernels stay as they are."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, merge_states, write_kv
+from trunkattn.attention import Plan
 
 TABLE = torch.tensor([[0, 1, 2, 3 + row] for row in range(6)], dtype=torch.int32)
 LENS = torch.full((6,), 60, dtype=torch.int32)
@@ -26,3 +30,60 @@ def test_a_step_within_compiled_code_gives_the_same() -> None:
     found = torch.compile(layer, backend="eager")(q, k_cache.clone(), v_cache.clone())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_steps_of_one_graph_without_a_break() -> None:
+    attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 4, 32, generator=generator)
+    k_cache, v_cache = torch.randn(2, 9, 16, 2, 32, generator=generator)
+    scales: dict[str, Any] = {"q_scale": 0.3, "k_scale": torch.tensor([0.5, 2.0])}
+
+    def layer(plan: Plan, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention.run(plan, q * 2.0, k_cache, v_cache, return_lse=True, **scales)
+        return merge_states(out + 1.0, lse, q, q[:, :, 0])
+
+    graphs: list[object] = []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=counted, fullgraph=True)
+    for rows in (6, 5, 4):
+        plan = attention.plan(TABLE[:rows], LENS[:rows] - rows)
+        for one, other in zip(compiled(plan, q[:rows]), layer(plan, q[:rows]), strict=True):
+            assert torch.equal(one, other)
+    assert len(graphs) == 2  # of the first step, and of steps of any size
+
+
+def test_a_graph_of_a_latent_cache_writes_into_what_it_gets() -> None:
+    config = AttentionConfig(4, 1, 24, 16, torch.float32, sm_scale=0.2, sinks=True, latent_dim=16)
+    attention = BatchAttention(config, "cpu")
+    plan = attention.plan(TABLE, LENS)
+    generator = torch.Generator().manual_seed(0)
+    absorbed, rope = torch.randn(6, 4, 24, generator=generator).split([16, 8], dim=-1)
+    cache, sinks = torch.randn(9, 16, 24, generator=generator), torch.randn(4, generator=generator)
+
+    def layer(out: torch.Tensor) -> torch.Tensor:
+        attention.run(plan, (absorbed, rope), cache, out=out, k_scale=0.5, sinks=sinks)
+        return out * 2.0
+
+    given, expected = torch.zeros(2, 6, 4, 16)
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(given)
+    assert torch.equal(found, layer(expected)) and torch.equal(given, expected) and expected.abs().sum() > 0
+
+
+def test_a_graph_checks_what_tracing_cannot_see() -> None:
+    attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
+    plan = attention.plan(TABLE, LENS)
+    q, cache = torch.ones(6, 4, 32), torch.ones(9, 16, 2, 32)
+    compiled = torch.compile(attention.run, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match="q_scale=inf: expected finite numbers"):
+        compiled(plan, q, cache, cache, q_scale=torch.tensor(float("inf")))
+    with pytest.raises(ValueError, match="out lies in the memory of q: expected memory of its own"):
+        compiled(plan, q, cache, cache, q)
+    assert (q == 1).all()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="q requires grad: expected no gradient"):
+        compiled(plan, q.clone().requires_grad_(), cache, cache)

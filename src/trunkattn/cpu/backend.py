@@ -122,11 +122,6 @@ class CpuBackend:
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""
-        # torch.compile leaves the kernel alone: it cannot follow calls through addresses.
-        run = torch.compiler.disable(self._run) if torch.compiler.is_compiling() else self._run
-        return run(step, inputs, out)
-
-    def _run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device="cpu")
         out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()

@@ -143,7 +143,6 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
         check_none(name, tensor, "none passes through a cache; use torch.no_grad() and plain tensors")
-        check_plain(name, tensor)
     for new in (first, second):
         _check(new, len(slot_mapping))
     if first.cache.shape[:2] != second.cache.shape[:2]:
@@ -154,6 +153,7 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
+        check_plain(name, tensor)
         check_memory(name, tensor)
     read = [(first.name, first.tensor), (second.name, second.tensor), ("slot_mapping", slot_mapping)]
     for new in (first, second):
