@@ -40,7 +40,7 @@ class Capacity:
     On a GPU a plan then has arrays of fixed sizes, so that one captured CUDA graph serves every batch within the
     bounds. A `policy` other than "auto" may cut a batch into more work items than such a plan holds; it raises too.
 
-    Attributes:
+    Attributes, each of them below 2^31:
         max_requests: rows of block_table, at least 1.
         max_query_tokens: query tokens of all requests together, at least 1.
         max_pages_per_request: columns of block_table, at least 1.
@@ -71,7 +71,7 @@ class Capacity:
             value = getattr(self, field.name)
             if value is None and field.name == "max_query_len":
                 continue
-            keep_int(self, field.name, at_least=0 if field.name == "max_chunk_tokens" else 1)
+            keep_int(self, field.name, 0 if field.name == "max_chunk_tokens" else 1, MAX_INT32)
 
 
 @dataclass(frozen=True)

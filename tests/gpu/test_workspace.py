@@ -107,6 +107,13 @@ def test_a_capacity_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPa
         GpuBackend(CONFIG, torch.device("cpu"), SMALL, facts=H100)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_capacity_that_kernels_cannot_count_is_refused(batch_invariant: bool) -> None:
+    config, sizes = replace(CONFIG, batch_invariant=batch_invariant), (2**14, 2**14, 2**20, 1)
+    with pytest.raises(ValueError, match="makes plans that have over 2.31 numbers: expected smaller bounds"):
+        GpuBackend(config, torch.device("meta"), Capacity(*sizes), facts=H100)._reserve(UNLIMITED)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_plan_within_a_capacity_that_no_memory_holds_is_refused(
     monkeypatch: pytest.MonkeyPatch, on_device: bool

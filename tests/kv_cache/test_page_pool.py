@@ -81,14 +81,20 @@ def test_a_wrong_call_raises_and_changes_nothing(call: Callable[..., object], me
     pool.check_integrity()
 
 
-@pytest.mark.parametrize(("num_pages", "page_size"), [(0, 16), (-1, 16), (4, 0), (4, -16)])
-def test_sizes_must_be_positive(num_pages: int, page_size: int) -> None:
-    with pytest.raises(ValueError, match="expected an integer of at least 1"):
-        PagePool(num_pages, page_size)
+@pytest.mark.parametrize("num_pages", [0, -1, 2**31, 2**70])
+def test_as_many_pages_as_int32_counts(num_pages: int) -> None:
+    with pytest.raises(ValueError, match=f"num_pages={num_pages}: expected an integer from 1 to 2147483647"):
+        PagePool(num_pages, 16)
+
+
+@pytest.mark.parametrize("page_size", [0, -16])
+def test_pages_have_tokens(page_size: int) -> None:
+    with pytest.raises(ValueError, match=f"page_size={page_size}: expected an integer of at least 1"):
+        PagePool(4, page_size)
 
 
 def test_sizes_must_be_ints() -> None:
-    with pytest.raises(TypeError, match=r"num_pages=4\.0: expected an integer of at least 1"):
+    with pytest.raises(TypeError, match=r"num_pages=4\.0: expected an integer from 1 to 2147483647"):
         PagePool(4.0, 16)  # type: ignore[arg-type]
 
 

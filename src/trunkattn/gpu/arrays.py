@@ -18,6 +18,7 @@ from trunkattn.gpu.cards import Card
 from trunkattn.gpu.kernel import Kernels, Work, kernel_named
 from trunkattn.gpu.layer import Geometry, Pdl, Tensors
 from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
+from trunkattn.gpu.workspace import counted_zeros
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
@@ -221,7 +222,7 @@ class Arrays:
         if chunk_limits:
             chunks = self._reserve_chunks(chunk_limits, geometry)
             launches.insert(0, self._chunk_launch(chunks, self._kernels.both is not None))
-        flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        flat = counted_zeros((sum(sizes.values()),), torch.int32, self._device)
         summary = torch.zeros(3, dtype=torch.int64, device=self._device)
         return self._plan(flat, sizes, launches, geometry, chunks, summary)
 
@@ -349,7 +350,7 @@ class Arrays:
         }
         sizes = {name: aligned(size) for name, size in sizes.items()}
         tile = self._prefill_tile(geometry.window)
-        flat = torch.zeros(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        flat = counted_zeros((sum(sizes.values()),), torch.int32, self._device)
         num_ctas = self._card.num_sms * tile.ctas_per_sm
         return ChunkArrays(
             flat, sizes, tile=tile, num_kv_heads=geometry.num_kv_heads, table_stride=limits.columns, num_ctas=num_ctas

@@ -39,15 +39,18 @@ def make(config: AttentionConfig, device: torch.device, capacity: Capacity | Non
 
 @contextmanager
 def _memory_for(capacity: Capacity | None, device: torch.device) -> Iterator[None]:
-    """Says in one sentence that there is no memory for what is made of a capacity."""
+    """Says in one sentence that there is no memory for what is made of a capacity, or that kernels cannot count it."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, torch.OutOfMemoryError, OverflowError) as error:
         if capacity is None:
             raise
+        why = "that have over 2^31 numbers"
+        if not isinstance(error, OverflowError):
+            why = f"for which there is no memory on {device}"
         raise ValueError(
-            f"capacity={capacity} makes plans for which there is no memory on {device}: expected smaller bounds, "
-            "most of all a smaller max_query_tokens or max_pages_per_request"
+            f"capacity={capacity} makes plans {why}: expected smaller bounds, most of all a smaller max_query_tokens "
+            "or max_pages_per_request"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Memory that the launches of all plans of a back end share: partial states and scales."""
 
+import math
 from typing import Final
 
 import torch
@@ -7,8 +8,16 @@ import torch
 from trunkattn.backend import no_partials
 from trunkattn.config import AttentionConfig
 from trunkattn.inputs import LayerInputs, scale_tensor
+from trunkattn.numerics import MAX_INT32
 
 _MOST_KEPT: Final = 4096  # cached products of scales that are Python numbers
+
+
+def counted_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose places kernels count in int32. Raises OverflowError if there are too many."""
+    if (number := math.prod(shape)) > MAX_INT32:
+        raise OverflowError(f"{number} places: expected at most {MAX_INT32}")
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Workspace:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trunkattn.numerics import MAX_INT32
 from trunkattn.validate import check_int
 
 _IN_FREE_LIST = -1
@@ -33,7 +34,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages = check_int("num_pages", num_pages, 1)
+        self.num_pages = num_pages = check_int("num_pages", num_pages, 1, MAX_INT32)
         self.page_size = check_int("page_size", page_size, 1)
         self._counts = [_IN_FREE_LIST] * num_pages
         # A stack: the page that was freed last goes out first, because its lines may still be in a cache.

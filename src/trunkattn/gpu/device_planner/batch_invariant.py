@@ -36,6 +36,7 @@ from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
 from trunkattn.gpu.device_planner.stats import tokens_unshared
 from trunkattn.gpu.device_planner.tile_list import Pages, PlanArrays, store_segments
+from trunkattn.gpu.workspace import counted_zeros
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
 _SPAN = tl.constexpr(SPAN_TOKENS)
@@ -326,7 +327,7 @@ class InvariantPlanner(DevicePlanner):
             ending=spans, others=spans, queries=spans, first_slot=tokens, item_entry=items, item_span=items
         )
         arrays = {
-            f"span_{name}": torch.zeros(length, dtype=torch.int32, device=self._device)
+            f"span_{name}": counted_zeros((length,), torch.int32, self._device)
             for name, length in lengths._asdict().items()
         }
         return super()._allocate() | arrays

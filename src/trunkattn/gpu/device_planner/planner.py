@@ -20,6 +20,7 @@ from trunkattn.gpu.device_planner.candidates import Candidates, sizes_of
 from trunkattn.gpu.device_planner.common import EntryArrays, Limits, Status, Tables
 from trunkattn.gpu.device_planner.prefix_forest import Links
 from trunkattn.gpu.layer import Pdl
+from trunkattn.gpu.workspace import counted_zeros
 from trunkattn.planner.tiles.layout import Stage
 from trunkattn.planner.work_list import TileLimits
 
@@ -118,7 +119,7 @@ class DevicePlanner:
             "times": (candidates, 2),
         }
         return {
-            name: torch.zeros(shape, dtype=dtype, device=self._device)
+            name: counted_zeros(shape, dtype, self._device)
             for dtype, shapes in ((torch.int32, int32), (torch.int64, int64))
             for name, shape in shapes.items()
         }
