@@ -2,7 +2,7 @@
 of tiles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -110,57 +110,20 @@ def whole_chunks(chunks: StepTables, queries_per_tile: int, rule: SplitRule) -> 
     return WorkList(items[heaviest_first], queries, np.full_like(queries, DIRECT), none, np.zeros(1, np.int32))
 
 
-class _Joined(NamedTuple):
-    """The lists of both halves, renumbered with the query tokens and partial slots of the whole step."""
-
-    queries: Int32Array  # queries of the tile list
-    merge_queries: Int32Array
-    merge_ranges: Int32Array
-    chunk_queries: Int32Array
-    chunk_slots: Int32Array
-
-
 def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, ChunkList]:
     """The lists of both halves, renumbered for the whole step. The tile list also merges the chunks' partials."""
-    joined = _Joined(
-        *_join(
-            (tiles.queries, tiles.merge_queries, tiles.merge_ranges, tiles.num_slots),
-            (work.queries, work.partial_slots, work.merge_queries, work.merge_indptr),
-            (division.rest_tokens, division.chunk_tokens),
-        )
-    )
-    whole = TileList(
-        items=tiles.items,
-        segments=tiles.segments,
-        queries=joined.queries,
-        partial_slots=tiles.partial_slots,
-        merge_slots=tiles.merge_slots,
-        counts=tiles.counts,
-        merge_queries=joined.merge_queries,
-        merge_ranges=joined.merge_ranges,
+    rest_tokens, chunk_tokens = division.rest_tokens, division.chunk_tokens
+    begins = work.merge_indptr + np.int32(tiles.num_slots)  # the chunks' partial slots are behind the tiles'
+    chunk_ranges = np.stack((begins[:-1], begins[1:]), axis=1)
+    slots = np.where(work.partial_slots == DIRECT, work.partial_slots, work.partial_slots + np.int32(tiles.num_slots))
+    whole = replace(
+        tiles,
+        queries=rest_tokens[tiles.queries],
+        merge_queries=np.concatenate((rest_tokens[tiles.merge_queries], chunk_tokens[work.merge_queries])),
+        merge_ranges=np.concatenate((tiles.merge_ranges, chunk_ranges)),
         num_slots=tiles.num_slots + work.num_slots,
-        merges_taller=tiles.merges_taller,
     )
-    return whole, ChunkList(work.items, joined.chunk_queries, joined.chunk_slots, division.chunks.block_table)
-
-
-@njit
-def _join(tiles, work, tokens):
-    """The fields of `_Joined`. tiles, work: queries, slots and merges of the two lists. tokens: the step's query tokens
-    that each half has."""
-    queries, merge_queries, merge_ranges, num_slots = tiles
-    chunk_queries, chunk_slots, chunk_merges, indptr = work
-    rest_tokens, chunk_tokens = tokens
-    both_queries = np.concatenate((rest_tokens[merge_queries], chunk_tokens[chunk_merges]))
-    both_ranges = np.empty((len(both_queries), 2), np.int32)
-    both_ranges[: len(merge_ranges)] = merge_ranges
-    for i in range(len(chunk_merges)):
-        both_ranges[len(merge_ranges) + i, 0] = indptr[i] + num_slots
-        both_ranges[len(merge_ranges) + i, 1] = indptr[i + 1] + num_slots
-    slots = np.empty(len(chunk_slots), np.int32)
-    for i in range(len(slots)):
-        slots[i] = DIRECT if chunk_slots[i] == DIRECT else chunk_slots[i] + num_slots
-    return _Joined(rest_tokens[queries], both_queries, both_ranges, chunk_tokens[chunk_queries], slots)
+    return whole, ChunkList(work.items, chunk_tokens[work.queries], slots, division.chunks.block_table)
 
 
 def chunk_limits(rule: SplitRule, queries_per_tile: int, above: int, capacity: Capacity) -> ChunkLimits | None:

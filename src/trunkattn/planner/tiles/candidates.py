@@ -175,7 +175,7 @@ class PricedTilings(NamedTuple):
 
     tilings: list[Tiling]
     stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, with num_splits 0
-    uses: NDArray[np.int64]  # [candidates, 2, 3] see `cost.tilings_ns`
+    uses: NDArray[np.int64]  # [candidates, launches, USE_COLUMNS] see `cost`
     costs: tile_costs.Costs
     launches: dict[Tiling, NDArray[np.int64]]  # candidate -> `launches_of`
 
@@ -198,14 +198,12 @@ def price(rule: TilingRule) -> PricedTilings:
     """The candidates of a rule, as the arrays from which `TiledStep.predict` computes their times."""
     tilings = candidates(rule)
     stages: dict[tiles.Stage, int] = {}
-    uses = np.full((len(tilings), 2, 3), -1, np.int64)
+    uses = np.full((len(tilings), 2, tile_costs.USE_COLUMNS), -1, np.int64)
     for number, tiling in enumerate(tilings):
         for nth, (tile_index, stage) in enumerate(stages_of(rule, tiling)):
-            uses[number, nth] = (
-                stages.setdefault(stage._replace(num_splits=0), len(stages)),
-                tile_index,
-                stage.num_splits,
-            )
+            use = uses[number, nth]
+            use[tile_costs.USE_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
+            use[tile_costs.USE_TILE], use[tile_costs.USE_SPLITS] = tile_index, stage.num_splits
     token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
     costs = tile_costs.Costs(

@@ -5,7 +5,7 @@ The device planner compiles the formulas `tile_blocks`, `item_ns`, `memory_token
 this file with Triton. They must use only arithmetic that both compilers know.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,20 @@ from trunkattn.compiled import njit
 from trunkattn.planner.tiles.layout import share_of, stage_nodes, stage_of, step_of
 
 EVERY = 1 << 30  # more entries than any node has
+
+# Columns of what tiles or items read; see `stage_blocks`
+FULL_BLOCKS: Final = 0  # of segments that all entries see
+MASKED_BLOCKS: Final = 1
+NUM_SEGMENTS: Final = 2
+NUM_ENTRIES: Final = 3
+BLOCK_COLUMNS: Final = 4
+
+# Columns of a launch of a candidate
+USE_STAGE: Final = 0  # index of its stage; -1: the candidate has no such launch
+USE_TILE: Final = 1  # index of its tile
+USE_SPLITS: Final = 2  # its num_splits
+USE_COLUMNS: Final = 3
+
 Int64Array = NDArray[np.int64]
 
 
@@ -56,7 +70,7 @@ class Costs(NamedTuple):
 class StageLoads(NamedTuple):
     """What the tiles of all stages read, before any is cut into items."""
 
-    blocks: Int64Array  # [tiles, 4] of all stages, one after the other; see `stage_blocks`
+    blocks: Int64Array  # [tiles, BLOCK_COLUMNS] of all stages, one after the other; see `stage_blocks`
     indptr: Int64Array  # [stages + 1] into blocks
     memory: Int64Array  # [stages] tokens read from memory
     num_queries: int
@@ -155,9 +169,9 @@ def tiles_of(num_queries, stage):
 
 @njit
 def stage_blocks(forest, entries, stage, window, segment_size):
-    """[tiles with segments, 4] full blocks (of nodes that hold the whole tile), masked blocks, segments, entries."""
+    """[tiles with segments, BLOCK_COLUMNS]. The full blocks are those of nodes that hold the whole tile."""
     indptr, nodes, num_segments = stage_nodes(forest, entries, stage, window, segment_size)
-    blocks = np.zeros((len(indptr) - 1, 4), np.int64)
+    blocks = np.zeros((len(indptr) - 1, BLOCK_COLUMNS), np.int64)
     height = stage.height // stage.subtiles
     private = np.zeros(stage.subtiles, np.int64)
     for tile in range(len(blocks)):
@@ -171,10 +185,10 @@ def stage_blocks(forest, entries, stage, window, segment_size):
             else:
                 for subtile in range((low - first) // height, (high - 1 - first) // height + 1):
                     private[subtile] += num_segments[i]
-        blocks[tile, 0], blocks[tile, 1] = tile_blocks(whole, private.max(), stage)
-        blocks[tile, 2] = num_segments[indptr[tile] : indptr[tile + 1]].sum()
-        blocks[tile, 3] = last - first
-    return blocks[blocks[:, 2] > 0]
+        blocks[tile, FULL_BLOCKS], blocks[tile, MASKED_BLOCKS] = tile_blocks(whole, private.max(), stage)
+        blocks[tile, NUM_SEGMENTS] = num_segments[indptr[tile] : indptr[tile + 1]].sum()
+        blocks[tile, NUM_ENTRIES] = last - first
+    return blocks[blocks[:, NUM_SEGMENTS] > 0]
 
 
 @njit
@@ -225,7 +239,7 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
     most = np.int64(0)
     for i in range(len(stages)):
         most += tiles_of(np.int64(len(entries.query)), stage_of(stages[i]))
-    blocks = np.empty((most, 4), np.int64)
+    blocks = np.empty((most, BLOCK_COLUMNS), np.int64)
     indptr = np.zeros(len(stages) + 1, np.int64)
     memory = np.zeros(len(stages), np.int64)
     for i in range(len(stages)):
@@ -259,12 +273,12 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
     """Predicted time of a stage in ns. blocks: see `stage_blocks`; memory: tokens read from memory; num_queries: query
     tokens, each of which leaves a partial unless the stage is the last."""
     tile = tile_times(costs, tile_index)
-    total = blocks[:, 2].sum()
+    total = blocks[:, NUM_SEGMENTS].sum()
     share = share_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
     items, work, partials = np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
-        full, masked, segments, entries = blocks[i]
+        full, masked, segments = blocks[i, FULL_BLOCKS], blocks[i, MASKED_BLOCKS], blocks[i, NUM_SEGMENTS]
         splits = np.int64(1)
         if stage.num_splits > 0:
             step = step_of(segments, share, stage.block_segments)
@@ -273,7 +287,7 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
         chain = item_ns(full, masked, splits, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
         items, work = items + splits, work + cost * splits
         max_item, max_chain = max(max_item, cost), max(max_chain, chain)
-        partials += splits * entries if splits > 1 else 0
+        partials += splits * blocks[i, NUM_ENTRIES] if splits > 1 else 0
     if not last:
         partials = np.int64(num_queries)
     load = StageLoad(
@@ -290,18 +304,18 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
 
 @njit
 def tilings_ns(loads, stages, uses, costs):
-    """[candidates] predicted time of each candidate in ns. uses [candidates, 2, 3]: for each launch, its stage or -1,
-    the index of its tile, and its num_splits."""
+    """[candidates] predicted time of each candidate in ns. uses: [candidates, launches, USE_COLUMNS]."""
     times = np.zeros(len(uses), np.int64)
     for candidate in range(len(uses)):
         for nth in range(2):
-            which, tile_index, num_splits = uses[candidate, nth]
+            which = uses[candidate, nth, USE_STAGE]
             if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
                 continue
-            stage = stage_of(stages[which], num_splits)
+            stage = stage_of(stages[which], uses[candidate, nth, USE_SPLITS])
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
-            last = nth == 1 or uses[candidate, 1, 0] < 0
-            times[candidate] += stage_ns(blocks, loads.memory[which], loads.num_queries, stage, tile_index, last, costs)
+            memory, tile_index = loads.memory[which], uses[candidate, nth, USE_TILE]
+            last = nth == 1 or uses[candidate, 1, USE_STAGE] < 0
+            times[candidate] += stage_ns(blocks, memory, loads.num_queries, stage, tile_index, last, costs)
     return times
 
 
@@ -312,20 +326,21 @@ def tilings_fit(loads, stages, uses, limits):
     all segments are dealt to one subtile."""
     fit = np.ones(len(uses), np.bool_)
     for candidate in range(len(uses)):
-        num_launches = 2 if uses[candidate, 1, 0] >= 0 else 1
+        num_launches = 2 if uses[candidate, 1, USE_STAGE] >= 0 else 1
         for nth in range(num_launches):
-            which, _, num_splits = uses[candidate, nth]
+            which, num_splits = uses[candidate, nth, USE_STAGE], uses[candidate, nth, USE_SPLITS]
             stage = stage_of(stages[which], num_splits)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
-            total = blocks[:, 2].sum()
+            total = blocks[:, NUM_SEGMENTS].sum()
             share = share_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
             items, partials = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
-                step = step_of(blocks[tile, 2], share, stage.block_segments)
-                count = (blocks[tile, 2] + step - 1) // step
+                segments = blocks[tile, NUM_SEGMENTS]
+                step = step_of(segments, share, stage.block_segments)
+                count = (segments + step - 1) // step
                 items += count
                 if count > 1 or num_launches > 1:
-                    partials += count * blocks[tile, 3]
+                    partials += count * blocks[tile, NUM_ENTRIES]
             listed = listed_segments(total, items, stage)
             most = limits // num_launches
             fit[candidate] &= items <= most[0] and listed <= most[1] and partials <= most[2]

@@ -71,6 +71,14 @@ def stage_of(fields, num_splits=-1):
     )
 
 
+# Columns of `_node_rows`
+NODE_LOW: Final = 0  # the tile's first entry below the node
+NODE_HIGH: Final = 1  # one past its last
+NODE_FIRST: Final = 2  # the node's first segment that is full and seen entirely by all of these entries
+NODE_LAST: Final = 3  # one past the last
+NODE_COLUMNS: Final = 4
+
+
 class TileNodes(NamedTuple):
     """The nodes that each tile of a stage reads, by tile and then by node."""
 
@@ -118,16 +126,24 @@ def make_entries(forest, seq_lens, query_start_loc):
     return Entries(query, position, first[forest.row_start], first[forest.row_end])
 
 
+class Visible(NamedTuple):
+    """The tokens [start, end) of a node that some entries see, and the lowest and highest position of these entries."""
+
+    start: int
+    end: int
+    lowest: int
+    highest: int
+
+
 @njit(inner=True)
 def visible(forest, entries, node, low, high, window):
-    """(start, end, lowest, highest): the tokens [start, end) of a node that entries [low, high) see, and the lowest and
-    highest position of these entries."""
+    """What entries [low, high) see of a node."""
     lowest, highest = entries.position[low], entries.position[low]
     for i in range(low + 1, high):
         lowest, highest = min(lowest, entries.position[i]), max(highest, entries.position[i])
     start = max(forest.token_start[node], lowest + 1 - window)
     end = min(forest.token_end[node], highest + 1)
-    return start, end, lowest, highest
+    return Visible(start, end, lowest, highest)
 
 
 @njit
@@ -152,9 +168,10 @@ def stage_nodes(forest, entries, stage, window, segment_size):
             for tile in range(entries.node_start[node] // height, (entries.node_end[node] - 1) // height + 1):
                 low = max(entries.node_start[node], tile * height)
                 high = min(entries.node_end[node], (tile + 1) * height)
-                start, end, _, _ = visible(forest, entries, node, low, high, window)
+                seen = visible(forest, entries, node, low, high, window)
+                last, first = (seen.end + segment_size - 1) // segment_size, seen.start // segment_size
                 nodes[fill[tile]] = node
-                num_segments[fill[tile]] = max(0, (end + segment_size - 1) // segment_size - start // segment_size)
+                num_segments[fill[tile]] = max(0, last - first)
                 fill[tile] += 1
     return TileNodes(indptr, nodes, num_segments)
 
@@ -168,15 +185,15 @@ def _fill_tile(forest, entries, table, tile, stage, tile_nodes, window, segment_
         node = tile_nodes.nodes[i]
         low = max(entries.node_start[node], tile * stage.height)
         high = min(entries.node_end[node], (tile + 1) * stage.height)
-        start, end, _, _ = visible(forest, entries, node, low, high, window)
+        seen = visible(forest, entries, node, low, high, window)
         row = forest.order[forest.row_start[node]]
         rows = (low - tile * stage.height) | (high - tile * stage.height) << 8
-        token = start
+        token = seen.start
         # The loop advances these, because a division for each segment would take most of the time.
         column, offset = token // page_size, token % page_size
         for _ in range(tile_nodes.num_segments[i]):
             stop = token - (token & (segment_size - 1)) + segment_size  # a window may start inside a segment
-            count = min(stop, end) - token
+            count = min(stop, seen.end) - token
             segments[at, SEGMENT_PLACE] = table[row, column] * page_size + offset
             segments[at, SEGMENT_QUERIES] = rows | count << 16
             segments[at, SEGMENT_POSITION] = token
@@ -213,20 +230,19 @@ def step_of(size, share, block_segments):
 
 @njit(inner=True)
 def _node_rows(forest, entries, stage, tile_nodes, window, segment_size):
-    """[nodes, 4] low, high, first, last: the tile's entries [low, high) below a node, and the segments [first, last) of
-    the node that are full and seen entirely by all of these entries."""
-    found = np.empty((len(tile_nodes.nodes), 4), np.int64)
+    """[nodes, NODE_COLUMNS] for each tile and node."""
+    found = np.empty((len(tile_nodes.nodes), NODE_COLUMNS), np.int64)
     for tile in range(len(tile_nodes.indptr) - 1):
         for i in range(tile_nodes.indptr[tile], tile_nodes.indptr[tile + 1]):
             node = tile_nodes.nodes[i]
             low = max(np.int64(entries.node_start[node]), tile * stage.height)
             high = min(np.int64(entries.node_end[node]), (tile + 1) * stage.height)
-            start, end, lowest, highest = visible(forest, entries, node, low, high, window)
-            begin = start // segment_size
-            first = (highest - window) // segment_size + 1 - begin
-            found[i, 0], found[i, 1] = low, high
-            found[i, 2] = max(min(1, start % segment_size), first)  # a window may start inside a segment
-            found[i, 3] = min(end, lowest + 1) // segment_size - begin
+            seen = visible(forest, entries, node, low, high, window)
+            begin = seen.start // segment_size
+            first = (seen.highest - window) // segment_size + 1 - begin
+            found[i, NODE_LOW], found[i, NODE_HIGH] = low, high
+            found[i, NODE_FIRST] = max(min(1, seen.start % segment_size), first)  # a window may start inside a segment
+            found[i, NODE_LAST] = min(seen.end, seen.lowest + 1) // segment_size - begin
     return found
 
 
@@ -259,7 +275,7 @@ def outline_stage(forest, entries, stage, window, segment_size):
             place, before = first_node, passed
             while before < end:  # finds the entries [low, high) that the item's segments are for
                 if num_segments[place] > 0:
-                    low, high = min(low, rows[place, 0]), max(high, rows[place, 1])
+                    low, high = min(low, rows[place, NODE_LOW]), max(high, rows[place, NODE_HIGH])
                 before += num_segments[place]
                 place += 1
             full, is_full = np.int64(0), True
@@ -267,9 +283,10 @@ def outline_stage(forest, entries, stage, window, segment_size):
             while before < end and is_full:  # counts the leading segments that are full and for all of these entries
                 first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[place]))
                 if last > first:
-                    is_full = rows[place, 0] == low and rows[place, 1] == high and first >= rows[place, 2]
+                    is_for_all = rows[place, NODE_LOW] == low and rows[place, NODE_HIGH] == high
+                    is_full = is_for_all and first >= rows[place, NODE_FIRST]
                     if is_full:
-                        whole = max(0, min(last, rows[place, 3]) - first)
+                        whole = max(0, min(last, rows[place, NODE_LAST]) - first)
                         full += whole
                         is_full = whole == last - first
                 before += num_segments[place]
@@ -287,7 +304,8 @@ def outline_stage(forest, entries, stage, window, segment_size):
 @njit
 def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
     """The items of a stage with their segments and queries."""
-    tile_nodes, items, first_entry, uncut = outline_stage(forest, entries, stage, window, segment_size)
+    outline = outline_stage(forest, entries, stage, window, segment_size)
+    tile_nodes, items, first_entry = outline.tile_nodes, outline.items, outline.first_entry
     segments = np.empty((np.int64(tile_nodes.num_segments.sum()), SEGMENT_COLUMNS), np.int32)
     at = 0
     for tile in range(len(tile_nodes.indptr) - 1):
@@ -303,7 +321,7 @@ def emit_stage(forest, entries, table, stage, window, segment_size, page_size):
         if low > 0:  # rows are counted from the item's first query
             for i in range(items[item, SEGMENT_START], items[item, SEGMENT_END]):
                 segments[i, SEGMENT_QUERIES] -= low | low << 8
-    return Items(items, segments, queries, uncut)
+    return Items(items, segments, queries, outline.uncut)
 
 
 @njit(inner=True)

@@ -6,7 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.tiles.cost import stage_ns
+from trunkattn.planner.tiles.cost import (
+    BLOCK_COLUMNS,
+    FULL_BLOCKS,
+    MASKED_BLOCKS,
+    NUM_ENTRIES,
+    NUM_SEGMENTS,
+    stage_ns,
+)
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START
 
 
@@ -69,7 +76,7 @@ class Overlapped(NamedTuple):
 class _Profile(NamedTuple):
     """Arrays [items] that describe each item of a tile list together with the items before it.
 
-    blocks: [items, 4] the item's full blocks, masked blocks, segments and queries, as in `cost.stage_blocks`.
+    blocks: [items, BLOCK_COLUMNS] what the item reads; its entries are query tokens.
     until_ns: time until the kernel has computed this item and all before it, without chunks.
     is_wide: 1 if this item or one before it has more rows than the narrow tile.
     """
@@ -115,7 +122,9 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, tile_index, costs):
         total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
         if count < number:
             left = profile.blocks[count:]
-            total_ns += stage_ns(left, left[:, 2].sum() * costs.segment_size, 0, stage, tile_index, True, costs)
+            total_ns += stage_ns(
+                left, left[:, NUM_SEGMENTS].sum() * costs.segment_size, 0, stage, tile_index, True, costs
+            )
         if best.items == 0 or total_ns < best.total_ns:
             best = Overlapped(np.int64(count), np.int64(total_ns))
     if num_slots == 0:
@@ -135,7 +144,7 @@ def _profile(items, overlap):
     """Computes the profile. Items are done when all SMs together have had time for their sum, and when an SM with the
     most items has had time for them, each counted like the longest."""
     number = len(items)
-    blocks = np.empty((number, 4), np.int64)
+    blocks = np.empty((number, BLOCK_COLUMNS), np.int64)
     until_ns, is_wide = np.empty(number, np.int64), np.empty(number, np.int64)
     sum_ns, latest_ns, max_queries = np.int64(0), np.int64(0), np.int64(0)
     for item in range(number):
@@ -143,7 +152,8 @@ def _profile(items, overlap):
         full = (np.int64(items[item, SEGMENT_SHARED_END]) - items[item, SEGMENT_START]) // overlap.block_segments
         num_blocks = (segments + overlap.block_segments - 1) // overlap.block_segments
         queries = np.int64(items[item, QUERY_END]) - items[item, QUERY_START]
-        blocks[item, 0], blocks[item, 1], blocks[item, 2], blocks[item, 3] = full, num_blocks - full, segments, queries
+        blocks[item, FULL_BLOCKS], blocks[item, MASKED_BLOCKS] = full, num_blocks - full
+        blocks[item, NUM_SEGMENTS], blocks[item, NUM_ENTRIES] = segments, queries
         item_ns = num_blocks * overlap.block_ns + overlap.item_ns
         sum_ns += item_ns
         rounds = ((item + 1) * overlap.num_kv_heads + overlap.num_sms - 1) // overlap.num_sms

@@ -11,7 +11,7 @@ from trunkattn.compiled import njit
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, launches_of, stage_of_row
-from trunkattn.planner.tiles.cost import stage_loads, tilings_fit, tilings_ns
+from trunkattn.planner.tiles.cost import USE_SPLITS, USE_STAGE, stage_loads, tilings_fit, tilings_ns
 from trunkattn.planner.tiles.layout import Entries, emit_stage, make_entries, ordered_items, outline_stage, stage_of
 from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
@@ -43,8 +43,16 @@ class TiledStep:
     def _measures(self) -> _Measures:
         batch, priced, limits = self.batch, self.rule.priced, self._limits
         most = _NO_LIMITS if limits is None else np.array([limits.items, limits.segments, limits.slots], np.int64)
-        tables = batch.seq_lens, batch.query_start_loc, batch.window
-        return _measure(self.forest, tables, priced.stages, priced.uses, priced.costs, most)
+        return _measure(
+            self.forest,
+            batch.seq_lens,
+            batch.query_start_loc,
+            batch.window,
+            priced.stages,
+            priced.uses,
+            priced.costs,
+            most,
+        )
 
     @property
     def entries(self) -> Entries:
@@ -78,16 +86,16 @@ class TiledStep:
         candidates to try, each with one low tile without subtiles. leftover: the stage of items that are not
         co-scheduled."""
         priced = self.rule.priced
-        source = self.forest, self.entries, self.batch.window
-        candidates = priced.stages, priced.uses, np.array(numbers, np.int64)
-        number, items, total_ns = _overlap(source, candidates, chunks, costs, leftover, priced.costs)
+        uses, tried, window = priced.uses, np.array(numbers, np.int64), self.batch.window
+        number, items, total_ns = _overlap(
+            self.forest, self.entries, window, priced.stages, uses, tried, chunks, costs, leftover, priced.costs
+        )
         return number, Overlapped(items, total_ns)
 
 
 @njit
-def _measure(forest, tables, stages, uses, costs, limits):
-    """The entries, times and fits of a batch. tables: seq_lens, query_start_loc and window."""
-    seq_lens, query_start_loc, window = tables
+def _measure(forest, seq_lens, query_start_loc, window, stages, uses, costs, limits):
+    """The entries, times and fits of a batch."""
     entries = make_entries(forest, seq_lens, query_start_loc)
     loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)
     return _Measures(entries, tilings_ns(loads, stages, uses, costs), tilings_fit(loads, stages, uses, limits))
@@ -109,16 +117,12 @@ def _emit(forest, entries, table, launches, rule, window):
 
 
 @njit
-def _overlap(source, candidates, chunks, overlap, leftover, costs):
-    """(number, items, total_ns) of the best candidate. source: forest, entries and window; candidates: stages and uses
-    of all candidates, and the numbers of those to try."""
-    forest, entries, window = source
-    stages, uses, numbers = candidates
+def _overlap(forest, entries, window, stages, uses, numbers, chunks, overlap, leftover, costs):
+    """(number, items, total_ns) of the best candidate. numbers: those to try."""
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
-        which, _, num_splits = uses[number, 0]
-        stage = stage_of(stages[which], num_splits)
-        assert stage.subtiles == 1 and uses[number, 1, 0] < 0
+        stage = stage_of(stages[uses[number, 0, USE_STAGE]], uses[number, 0, USE_SPLITS])
+        assert stage.subtiles == 1 and uses[number, 1, USE_STAGE] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = ordered_items(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.tile_index, costs)

@@ -66,8 +66,7 @@ def nest(emitted, tile_of_item, subtiles):
     goes to every subtile that has one of its queries. The list holds one block for each subtile in turn. Short blocks
     are filled up with empty segments.
     """
-    items, segments, queries, uncut = emitted
-    items = items.copy()
+    items, segments = emitted.items.copy(), emitted.segments
     lengths = np.zeros(subtiles[:, 0].max(), np.int64)
     ends = np.zeros(len(items) + 1, np.int64)
     for item in range(len(items)):
@@ -98,7 +97,7 @@ def nest(emitted, tile_of_item, subtiles):
             at,
             ends[item + 1],
         )
-    return Items(items, nested, queries, uncut)
+    return Items(items, nested, emitted.queries, emitted.uncut)
 
 
 @njit(inner=True)
@@ -119,7 +118,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     itself if it has the last partial of each of them and at most `fuse_up_to` others are to be merged. Such an item
     moves to the second half of the buckets.
     """
-    items, segments, queries, uncut = emitted
+    items, queries = emitted.items, emitted.queries
     partials = np.zeros(num_queries, np.int32)
     for query in queries:
         partials[query] += 1
@@ -128,7 +127,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     fused = np.zeros(num_queries, np.bool_)
     bucket = bucket.copy()
     for item in range(len(items)):
-        merges, leaf = False, uncut[item] and bucket[item] == 0
+        merges, leaf = False, emitted.uncut[item] and bucket[item] == 0
         for i in range(items[item, QUERY_START], items[item, QUERY_END]):
             count = partials[queries[i]]
             merges = merges or count > 1
@@ -154,7 +153,7 @@ def finish(emitted, bucket, num_buckets, num_queries, fuse_up_to):
     num_slots = int(partials[partials > 1].sum())
     return TileArrays(
         items=items[order],
-        segments=segments,
+        segments=emitted.segments,
         queries=queries,
         partial_slots=slots,
         merge_slots=merge_slots,
