@@ -106,27 +106,44 @@ def prepare(
     num_threads: int,
 ) -> CpuPlan:
     """Deals the tasks to threads: the heaviest first, each to the thread with the least load."""
-    group = shape.num_qo_heads // shape.num_kv_heads
-    arrays = (block_table, work.items, work.queries, work.partial_slots, work.merge_queries, work.merge_indptr)
-    positions, tasks, indptr, most, addresses = _deal(
-        arrays, seq_lens, query_start_loc, shape.num_kv_heads, group, num_threads
+    dealt = _deal(
+        block_table,
+        work.items,
+        work.queries,
+        work.partial_slots,
+        work.merge_queries,
+        work.merge_indptr,
+        seq_lens,
+        query_start_loc,
+        shape,
+        num_threads,
     )
-    numbers = (block_table.shape[1], len(work.merge_queries), num_threads)
-    arguments = PlanArguments._make((*addresses, *numbers, *shape))
     return CpuPlan(
         work=work,
         block_table=block_table,
-        positions=positions,
-        tasks=tasks,
-        task_indptr=indptr,
-        max_lanes=padded(most),
-        arguments=arguments,
+        positions=dealt.positions,
+        tasks=dealt.tasks,
+        task_indptr=dealt.task_indptr,
+        max_lanes=padded(dealt.max_rows),
+        arguments=dealt.arguments,
     )
 
 
+class _Dealt(NamedTuple):
+    """The arrays of a CpuPlan, the rows of its tallest item, and the plan's arguments."""
+
+    positions: NDArray[np.int32]
+    tasks: NDArray[np.int32]
+    task_indptr: NDArray[np.int32]
+    max_rows: int
+    arguments: PlanArguments
+
+
 @njit
-def _deal(arrays, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
-    block_table, items, queries, slots, merge_queries, merge_indptr = arrays
+def _deal(
+    block_table, items, queries, slots, merge_queries, merge_indptr, seq_lens, query_start_loc, shape, num_threads
+):
+    num_kv_heads, group = shape.num_kv_heads, shape.num_qo_heads // shape.num_kv_heads
     positions = np.empty(query_start_loc[-1], np.int32)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]
@@ -157,11 +174,29 @@ def _deal(arrays, seq_lens, query_start_loc, num_kv_heads, group, num_threads):
     for task in range(num_tasks):
         tasks[fill[owner[task]]] = task
         fill[owner[task]] += 1
-    addresses = (
-        block_table.ctypes.data, items.ctypes.data, queries.ctypes.data, slots.ctypes.data, positions.ctypes.data,
-        tasks.ctypes.data, indptr.ctypes.data, merge_queries.ctypes.data, merge_indptr.ctypes.data,
-    )  # fmt: skip
-    return positions, tasks, indptr, most, addresses
+    arguments = PlanArguments(
+        block_table=block_table.ctypes.data,
+        items=items.ctypes.data,
+        queries=queries.ctypes.data,
+        partial_slots=slots.ctypes.data,
+        positions=positions.ctypes.data,
+        tasks=tasks.ctypes.data,
+        task_indptr=indptr.ctypes.data,
+        merge_queries=merge_queries.ctypes.data,
+        merge_indptr=merge_indptr.ctypes.data,
+        table_columns=block_table.shape[1],
+        num_merged=len(merge_queries),
+        num_threads=num_threads,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        page_size=shape.page_size,
+        kv_kind=shape.kv_kind,
+        window=shape.window,
+        aligned_blocks=shape.aligned_blocks,
+    )
+    return _Dealt(positions, tasks, indptr, most, arguments)
 
 
 def strides_of(cache: torch.Tensor) -> Strides:
