@@ -86,13 +86,10 @@ def test_a_bad_configuration(changed: dict[str, Any], error: type[Exception], me
 
 
 @pytest.mark.parametrize("name", ["max_requests", "max_query_tokens", "max_pages_per_request", "num_pages"])
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-3, ValueError), (2**31, ValueError), (2**40, ValueError), (2.0, TypeError), (True, TypeError)],
-)
-def test_a_bad_capacity(name: str, value: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize("value", [0, -3, 2**31, 2**40, 2.0, True])
+def test_a_bad_capacity(name: str, value: Any) -> None:
     sizes = {"max_requests": 1, "max_query_tokens": 1, "max_pages_per_request": 1, "num_pages": 1}
-    with pytest.raises(error, match=f"{name}={value}: expected"):
+    with pytest.raises(ValueError if type(value) is int else TypeError, match=f"{name}={value}: expected"):
         Capacity(**(sizes | {name: value}))
 
 

@@ -110,7 +110,7 @@ def test_a_capacity_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_capacity_that_kernels_cannot_count_is_refused(batch_invariant: bool) -> None:
     config, sizes = replace(CONFIG, batch_invariant=batch_invariant), (2**14, 2**14, 2**20, 1)
-    with pytest.raises(ValueError, match="makes plans that have over 2.31 numbers: expected smaller bounds"):
+    with pytest.raises(ValueError, match=r"makes plans that have over 2\^31 numbers: expected smaller bounds"):
         GpuBackend(config, torch.device("meta"), Capacity(*sizes), facts=H100)._reserve(UNLIMITED)
 
 
