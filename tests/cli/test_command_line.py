@@ -19,7 +19,8 @@ from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.app import app
 from trunkattn.cli.command import _option_name, command, reported_by_option
 from trunkattn.cli.models import name_of
-from trunkattn.cli.options import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions, size
+from trunkattn.cli.option_kinds import size
+from trunkattn.cli.options import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model import inspect_model

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from trunkattn.cli.app import app
-from trunkattn.cli.options import SERVER
+from trunkattn.cli.option_kinds import SERVER
 from trunkattn.engine.form_limits import FormLimits
 from trunkattn.server import protocol
 from trunkattn.server.body import Body

@@ -9,24 +9,27 @@ import typer
 
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.cli.command import fields_of
-from trunkattn.cli.options import OUTPUT, integer, number, size
+from trunkattn.cli.option_kinds import (
+    ENGINE,
+    JSON_OPTION,
+    OUTPUT,
+    flag_option,
+    integer,
+    integer_option,
+    number,
+    parsed_option,
+    size_option,
+    text_option,
+)
 from trunkattn.names import FP8_CACHES
 from trunkattn.validate import check_int
 
-LOG, MODEL, ENGINE, FLEET = "Log", "Card and model", "Engine", "Fleet"
+LOG, MODEL, FLEET = "Log", "Card and model", "Fleet"
 _DEFAULT: Final = Settings()
 _MODEL_HELP: Final = (
     "A built-in shape, such as llama-3-8b, or a config.json, or a folder that has one. For a name that does not exist "
     "the command lists the built-in ones."
 )
-
-
-def _parsed(parser: Callable[[str], Any], metavar: str, panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, parser=parser, metavar=metavar, help=text, rich_help_panel=panel)
-
-
-def _integer(panel: str, text: str, *names: str) -> Any:
-    return _parsed(integer, "INTEGER", panel, text, *names)
 
 
 def _log(text: str) -> Path:
@@ -35,10 +38,6 @@ def _log(text: str) -> Path:
     if not text:
         raise typer.BadParameter("'': expected a file, a folder, or - for standard input")
     return Path(text)
-
-
-def _text(panel: str, metavar: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
 
 
 class Listed(tuple[Any, ...]):
@@ -57,13 +56,13 @@ def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
 
 
 _CONCURRENCIES, _RATES = Listed(_DEFAULT.concurrencies), Listed(_DEFAULT.rates)
-CARD_OPTION: Final = _text(MODEL, "NAME", "A card that was measured, such as 'NVIDIA H100'.", "--gpu")
-PARALLEL_OPTION: Final = _integer(MODEL, "Cards that share each layer.", "--tp")
-CACHE_DTYPE_OPTION: Final = _parsed(
-    lambda text: FP8_CACHES.get(text, text),  # as on the command lines that a user copies
-    "NAME",
+CARD_OPTION: Final = text_option(MODEL, "A card that was measured, such as 'NVIDIA H100'.", "--gpu", metavar="NAME")
+PARALLEL_OPTION: Final = integer_option(MODEL, "Cards that share each layer.", "--tp")
+CACHE_DTYPE_OPTION: Final = parsed_option(
     MODEL,
     "Type of the KV cache: auto (16 bits), fp8 (also fp8_e4m3 or float8_e4m3fn), fp8_e5m2 (also float8_e5m2).",
+    metavar="NAME",
+    parser=lambda text: FP8_CACHES.get(text, text),
 )
 
 
@@ -87,113 +86,112 @@ class AnalyzeOptions:
     ]
     log_format: Annotated[
         str,
-        _text(
+        text_option(
             LOG,
-            "NAME",
             "The log's format; auto recognises it. For a name that does not exist the command lists all.",
             "--format",
+            metavar="NAME",
         ),
     ] = "auto"
     tokenizer: Annotated[
         Path | None,
-        _text(
-            LOG, "PATH", "A tokenizer's folder, for logs with text. Default: an estimate from the bytes.", "--tokenizer"
+        text_option(
+            LOG,
+            "A tokenizer's folder, for logs with text. Default: an estimate from the bytes.",
+            "--tokenizer",
+            metavar="PATH",
         ),
     ] = None
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first line that is wrong.", rich_help_panel=LOG)
-    ] = False
-    output_tokens: Annotated[int, _integer(LOG, "Tokens of an answer whose length the log does not say.")] = (
+    strict: Annotated[bool, flag_option(LOG, "--strict", "Stop at the first line that is wrong.")] = False
+    output_tokens: Annotated[int, integer_option(LOG, "Tokens of an answer whose length the log does not say.")] = (
         _DEFAULT.output_tokens
     )
     max_requests: Annotated[
-        int | None, _integer(LOG, "Most requests of each replay but the first; 0: all of the log.")
+        int | None, integer_option(LOG, "Most requests of each replay but the first; 0: all of the log.")
     ] = _DEFAULT.max_requests
     find_spoilers: Annotated[
         bool,
-        typer.Option(
-            "--find-spoilers/--no-find-spoilers",
-            help="Look for what keeps prompts from sharing more.",
-            rich_help_panel=LOG,
-        ),
+        flag_option(LOG, "--find-spoilers/--no-find-spoilers", "Look for what keeps prompts from sharing more."),
     ] = _DEFAULT.find_spoilers
     card: Annotated[str, CARD_OPTION] = _DEFAULT.card
-    model: Annotated[str, _text(MODEL, "NAME", _MODEL_HELP)] = _DEFAULT.model
+    model: Annotated[str, text_option(MODEL, _MODEL_HELP, metavar="NAME")] = _DEFAULT.model
     tensor_parallel: Annotated[int, PARALLEL_OPTION] = _DEFAULT.tensor_parallel
     kv_cache_dtype: Annotated[str, CACHE_DTYPE_OPTION] = _DEFAULT.kv_cache_dtype
     concurrencies: Annotated[
         Listed,
-        _parsed(
-            _listed(integer),
-            "N,N,...",
+        parsed_option(
             ENGINE,
             "Replay with this many requests at a time. Several numbers: one replay each; an empty text: none.",
             "--concurrency",
+            metavar="N,N,...",
+            parser=_listed(integer),
         ),
     ] = _CONCURRENCIES
     rates: Annotated[
         Listed,
-        _parsed(
-            _listed(number),
-            "R,R,...",
+        parsed_option(
             ENGINE,
             "Replay with this many requests per second. Several numbers: one replay each.",
             "--rate",
+            metavar="R,R,...",
+            parser=_listed(number),
         ),
     ] = _RATES
     as_logged: Annotated[
         bool,
-        typer.Option("--as-logged/--no-as-logged", help="Replay the log's own times.", rich_help_panel=ENGINE),
+        flag_option(ENGINE, "--as-logged/--no-as-logged", "Replay the log's own times."),
     ] = _DEFAULT.as_logged
-    max_num_seqs: Annotated[int, _integer(ENGINE, "Most sequences at once where requests arrive by time.")] = (
+    max_num_seqs: Annotated[int, integer_option(ENGINE, "Most sequences at once where requests arrive by time.")] = (
         _DEFAULT.max_num_seqs
     )
-    page_size: Annotated[int, _integer(ENGINE, "Tokens per KV page.")] = _DEFAULT.page_size
+    page_size: Annotated[int, integer_option(ENGINE, "Tokens per KV page.")] = _DEFAULT.page_size
     num_pages: Annotated[
-        int | None, _integer(ENGINE, "Pages of the KV cache. Default: what the card holds beside the weights.")
+        int | None, integer_option(ENGINE, "Pages of the KV cache. Default: what the card holds beside the weights.")
     ] = _DEFAULT.num_pages
     kv_cache_bytes: Annotated[
         int | None,
-        _parsed(
-            size,
-            "SIZE",
+        size_option(
             ENGINE,
             "Bytes of the KV cache on all cards together, such as 40GiB, instead of --num-pages.",
             "--kv-cache-bytes",
             "--kv-memory",
         ),
     ] = _DEFAULT.kv_cache_bytes
-    max_num_batched_tokens: Annotated[int, _integer(ENGINE, "Most tokens of a step.")] = _DEFAULT.max_num_batched_tokens
+    max_num_batched_tokens: Annotated[int, integer_option(ENGINE, "Most tokens of a step.")] = (
+        _DEFAULT.max_num_batched_tokens
+    )
     scheduler_policy: Annotated[
-        str, _text(ENGINE, "NAME", "How the tokens of a step are shared out: chunked_prefill, prefill_first.")
+        str,
+        text_option(ENGINE, "How the tokens of a step are shared out: chunked_prefill, prefill_first.", metavar="NAME"),
     ] = _DEFAULT.scheduler_policy
     enable_prefix_caching: Annotated[
         bool,
-        typer.Option(
+        flag_option(
+            ENGINE,
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Keep the KV pages of prompts, and use them again for prompts that begin alike.",
-            rich_help_panel=ENGINE,
+            "Keep the KV pages of prompts, and use them again for prompts that begin alike.",
         ),
     ] = _DEFAULT.enable_prefix_caching
-    seed: Annotated[int, _integer(ENGINE, "Seed of the arrivals at a rate, and of random routes.")] = _DEFAULT.seed
-    replicas: Annotated[int, _integer(FLEET, "Engines among which requests are spread.")] = _DEFAULT.replicas
+    seed: Annotated[int, integer_option(ENGINE, "Seed of the arrivals at a rate, and of random routes.")] = (
+        _DEFAULT.seed
+    )
+    replicas: Annotated[int, integer_option(FLEET, "Engines among which requests are spread.")] = _DEFAULT.replicas
     route: Annotated[
         str | None,
-        _text(FLEET, "NAME", f"How requests are spread: {', '.join(ROUTES)}. Default: each of them is replayed."),
+        text_option(
+            FLEET, f"How requests are spread: {', '.join(ROUTES)}. Default: each of them is replayed.", metavar="NAME"
+        ),
     ] = _DEFAULT.route
     json_file: Annotated[
-        Path | None, _text(OUTPUT, "FILE", "Write the analysis as JSON; -: to standard output.", "--json")
+        Path | None, text_option(OUTPUT, "Write the analysis as JSON; -: to standard output.", "--json", metavar="FILE")
     ] = None
     html_file: Annotated[
-        Path | None, _text(OUTPUT, "FILE", "Write a report, one HTML file that needs no network.", "--html")
+        Path | None,
+        text_option(OUTPUT, "Write a report, one HTML file that needs no network.", "--html", metavar="FILE"),
     ] = None
     show_text: Annotated[
         bool,
-        typer.Option(
-            "--show-text",
-            help="Put texts of the log into the output, which has none otherwise.",
-            rich_help_panel=OUTPUT,
-        ),
+        flag_option(OUTPUT, "--show-text", "Put texts of the log into the output, which has none otherwise."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -219,17 +217,15 @@ class ExplainOptions:
         ),
     ]
     card: Annotated[str, CARD_OPTION] = _DEFAULT.card
-    model: Annotated[str, _text(MODEL, "NAME", _MODEL_HELP)] = _DEFAULT.model
+    model: Annotated[str, text_option(MODEL, _MODEL_HELP, metavar="NAME")] = _DEFAULT.model
     tensor_parallel: Annotated[int, PARALLEL_OPTION] = _DEFAULT.tensor_parallel
     kv_cache_dtype: Annotated[str, CACHE_DTYPE_OPTION] = _DEFAULT.kv_cache_dtype
     page_size: Annotated[
-        int | None, _integer(ENGINE, "Tokens per KV page. Default: the file's; of a tree, 16 or less.")
+        int | None, integer_option(ENGINE, "Tokens per KV page. Default: the file's; of a tree, 16 or less.")
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT)
-    ] = False
+    as_json: Annotated[bool, JSON_OPTION] = False
     svg_file: Annotated[
-        Path | None, _text(OUTPUT, "FILE", "Draw the forest as SVG; -: to standard output.", "--svg")
+        Path | None, text_option(OUTPUT, "Draw the forest as SVG; -: to standard output.", "--svg", metavar="FILE")
     ] = None
 
     def __post_init__(self) -> None:
