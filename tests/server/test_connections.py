@@ -13,12 +13,17 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from trunkattn.server import limits, running
+from trunkattn.server import limits, middleware, running
 from trunkattn.server.service import Caller
 
 from .conftest import Server, wait_for
 
 END = "\r\nConnection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def guarded(start_server: Callable[..., Server]) -> Server:
+    return start_server(api_keys=("key",))
 
 
 def connected(server: Server) -> socket.socket:
@@ -72,6 +77,35 @@ def test_a_whole_address_is_counted_by_its_path(server: Server) -> None:
         return float(found[1])
 
     assert asked("http://localhost/tokenize") == asked("/tokenize") - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/completions", {}, 401),
+        ("/nothing", {"Authorization": "Bearer key"}, 404),
+        ("/health", {}, 405),
+        ("/v1/completions", {"Host": "evil.example"}, 421),
+        ("/v1/completions", {"Origin": "http://evil.example"}, 403),
+        ("/v1/completions", {"Authorization": "Bearer key", "Content-Encoding": "gzip"}, 415),
+    ],
+)
+def test_a_client_that_still_sends_sees_why_it_is_refused(
+    guarded: Server, path: str, headers: dict[str, str], status: int
+) -> None:
+    where = urlsplit(guarded.url)
+    with closing(HTTPConnection(str(where.hostname), where.port, timeout=20)) as client:
+        client.request("POST", path, b"a" * 12_000_000, {"Connection": "close", **headers})
+        assert client.getresponse().status == status
+
+
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
+def test_a_body_that_does_not_come_delays_no_answer_for_ever(
+    guarded: Server, monkeypatch: pytest.MonkeyPatch, expect: str
+) -> None:
+    monkeypatch.setattr(middleware, "_DRAIN_SECONDS", 0.2 if not expect else 60.0)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{expect}Content-Length: 9{END}"
+    assert answer(guarded, head)[0] == 401
 
 
 def test_what_the_whole_server_can_be_asked(server: Server) -> None:

@@ -21,7 +21,15 @@ from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
 from trunkattn.server.metrics import Metrics
-from trunkattn.server.middleware import AnswerErrors, CheckHost, CountRequests, LimitBody, ReadTarget, RequireKey
+from trunkattn.server.middleware import (
+    AnswerErrors,
+    CheckHost,
+    CountRequests,
+    LimitBody,
+    ReadRest,
+    ReadTarget,
+    RequireKey,
+)
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.protocol import (
     ChatCompletionRequest,
@@ -101,6 +109,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_middleware(CheckHost, options=options)
     app.add_middleware(ReadTarget)
     app.add_middleware(CountRequests, metrics=metrics, routes=app.routes)
+    app.add_middleware(ReadRest)
     return app
 
 

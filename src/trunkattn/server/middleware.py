@@ -28,8 +28,40 @@ _OPEN_PATHS: Final = ("/", "/health", "/metrics", "/static/")
 _ABSOLUTE: Final = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 _METHODS: Final = "GET, HEAD, OPTIONS, POST"
 _UNCOUNTED_BYTES: Final = 64 << 10  # bodies up to here are let in whatever else is being read
+_TOO_SLOW: Final = 408
 _DRAINED_BYTES: Final = 256 << 20
 _DRAIN_SECONDS: Final = 10.0
+
+
+class ReadRest:
+    """Reads what is left of a body before an answer begins, or a connection that is to be closed ends with a reset, and
+    a client that still sends does not see the answer. What a client sends only when it is asked to, or too slowly, is
+    not waited for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        is_held_back = headers.get(b"expect", b"").lower() == b"100-continue"
+        is_complete = b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0"
+
+        async def read() -> Message:
+            nonlocal is_held_back, is_complete
+            is_held_back = False
+            part = await receive()
+            is_complete = is_complete or not part.get("more_body", False)
+            return part
+
+        async def begin(message: Message) -> None:
+            is_first = message["type"] == "http.response.start"
+            if is_first and message["status"] != _TOO_SLOW and not is_complete and not is_held_back:
+                await _drain(read)
+            await send(message)
+
+        await self._app(scope, read, begin)
 
 
 class CountRequests:
@@ -189,13 +221,10 @@ class LimitBody:
         headers = dict(scope["headers"])
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         if encoding.strip().lower() not in ("", "identity"):
-            await _drain(receive)
             message = f"Content-Encoding: {encoding[:100]}: expected a body without compression; leave the header out"
             return await error_response(415, message)(scope, receive, send)
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self._max_bytes:
-            if headers.get(b"expect", b"").lower() != b"100-continue":
-                await _drain(receive)
             return await error_response(413, self._too_large)(scope, receive, send)
         body = _Arriving(receive)
 
@@ -205,8 +234,6 @@ class LimitBody:
             self._held += counts - body.counted
             body.counted = counts
             if body.size > self._max_bytes:
-                if part.get("more_body", False):
-                    await _drain(receive)
                 raise HTTPException(413, self._too_large)  # FastAPI lets it through while it reads a body
             if self._held > LIMITS.bodies:
                 raise HTTPException(503, "too many large bodies at a time; try again", {"Retry-After": "1"})
@@ -239,14 +266,14 @@ class _Arriving:
             part: Any = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
         except asyncio.TimeoutError:
             message = f"the body did not arrive within {LIMITS.body_seconds} s"
-            raise HTTPException(408, message, {"Connection": "close"}) from None
+            raise HTTPException(_TOO_SLOW, message, {"Connection": "close"}) from None
         self.size += len(part.get("body", b""))
         self._complete = not part.get("more_body", False)
         return part
 
 
 async def _drain(receive: Receive) -> None:
-    """Reads a body that nobody wants: a client that still sends does not see an answer. Not for ever."""
+    """Reads a body that nobody wants. Not for ever."""
     size, deadline = 0, time.monotonic() + _DRAIN_SECONDS
     while size < _DRAINED_BYTES and time.monotonic() < deadline:
         try:
