@@ -6,8 +6,7 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, chain
-from struct import pack
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 
 from trunkattn.derivatives import check_none
 from trunkattn.numerics import MAX_INT32
-from trunkattn.training.sequences import TreeTables, table_length
+from trunkattn.training.sequences import TreeTables
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
@@ -27,7 +26,8 @@ from trunkattn.training.token_trie import (
     token_array,
     token_arrays,
 )
-from trunkattn.validate import check_dense, check_int, has_memory
+from trunkattn.training.tree_segments import check_segments, table_numbers
+from trunkattn.validate import check_dense, has_memory
 
 _Made = TypeVar("_Made")
 _MOST_TOKENS: Final = MAX_INT32 // 4 * 4  # tables hold whole fours of them, counted in int32
@@ -84,7 +84,7 @@ class PrefixTree:
         num_tokens = segments.bounds[-1]
         if num_tokens > _MOST_TOKENS:
             raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
-        numbers = _by_segment(segments)
+        numbers = table_numbers(segments)
         with _outside_inference():
             self.__dict__.update(
                 starts=tuple(segments.bounds[:-1]),
@@ -155,7 +155,7 @@ class PrefixTree:
             ValueError, TypeError: naming the argument, its value and what was expected.
         """
         above, counts = integer_list("parents", parents), integer_list("lengths", lengths)
-        _check_segments(above, counts)
+        check_segments(above, counts)
         bounds = [0, *accumulate(counts)]
         if starts is not None:
             check_equal("starts", token_array("starts", starts), bounds[:-1], "the sum of the lengths before")
@@ -365,35 +365,6 @@ def _lasts(made: Any) -> bool:
     return torch.compiler.is_dynamo_compiling() or all(map(has_memory, tables))
 
 
-def _by_segment(segments: Segments) -> bytearray:
-    """What `TreeTables.of_segments` takes. It is made from lists, as calls of NumPy take longer for a hundred segments.
-
-    Raises:
-        ValueError: the segments have a cycle, or are not in depth-first pre-order.
-    """
-    parents, lengths, bounds = segments.parents, segments.lengths, segments.bounds
-    count, num_tokens = len(parents), bounds[-1]
-    ends = [num_tokens] * count
-    levels, offsets = [0] * count + [-1], [0] * (count + 1)  # the last entries stand for the parent of a root, -1
-    above = -1
-    for segment, (parent, start) in enumerate(zip(parents, bounds, strict=False)):
-        while above > parent:  # subtrees of the path to the segment before end here, up to this one's parent
-            ends[above] = start
-            above = parents[above]
-        if above != parent:
-            _check_cycles(parents)
-            raise ValueError(
-                f"parents[{segment}]={parent}: expected -1 or a segment on the path to the one before, as segments are "
-                "in depth-first pre-order"
-            )
-        levels[segment] = levels[parent] + 1
-        offsets[segment] = offsets[parent] + bounds[parent + 1] - start
-        above = segment
-    rows = chain.from_iterable(zip(bounds, bounds[1:], parents, levels, strict=False))
-    aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
-    return bytearray(pack(f"{7 * count}i", *rows, *ends, *offsets[:-1], *aligned))
-
-
 def check_is_tree(tree: Any) -> None:
     """Raises unless it is a `PrefixTree`.
 
@@ -413,34 +384,3 @@ def _check_values(name: str, value: Any) -> None:
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
     check_none(name, value, "packing records none; weigh the losses that unpack returns")
-
-
-def _check_segments(parents: list[Any], lengths: list[Any]) -> None:
-    """Raises unless there are segments, each with tokens and a parent that exists. Integers of NumPy become Python's
-    own in place."""
-    if not parents:
-        raise ValueError("parents is empty: expected at least one segment")
-    if len(lengths) != len(parents):
-        raise ValueError(f"lengths has {len(lengths)} entries: expected {len(parents)}, one for each of parents")
-    last = len(parents) - 1
-    if {*map(type, lengths + parents)} != {int} or min(lengths) < 1 or min(parents) < -1 or max(parents) > last:
-        for segment, length in enumerate(lengths):
-            lengths[segment] = check_int(f"lengths[{segment}]", length, 1)
-        for segment, parent in enumerate(parents):
-            parents[segment] = check_int(f"parents[{segment}]", parent, -1, last)
-
-
-def _check_cycles(parents: list[int]) -> None:
-    """Raises ValueError if a path towards a root never ends."""
-    seen_from = [-1] * len(parents)  # the segment from which a walk to the root came by
-    for first in range(len(parents)):
-        segment = first
-        while segment >= 0 and seen_from[segment] < 0:
-            seen_from[segment] = first
-            segment = parents[segment]
-        if segment >= 0 and seen_from[segment] == first:
-            loop = [segment, parents[segment]]
-            while loop[-1] != segment:
-                loop.append(parents[loop[-1]])
-            shown = " -> ".join(map(str, loop if len(loop) <= 8 else [*loop[:6], "…", loop[-1]]))
-            raise ValueError(f"parents has a cycle, {shown}: expected that every path ends at a root, -1")
