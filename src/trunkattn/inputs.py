@@ -126,10 +126,10 @@ def check_step(
         limit = min(limit, capacity.num_pages)
         _within(capacity, num_requests, starts, max_pages)
     arrays = (table, lens, starts)
-    problem, row, column, last_page = _first_problem(table, lens, starts, page_size, limit)
-    if problem:
-        raise ValueError(_describe(problem, (row, column), arrays, page_size, limit))
-    return arrays, last_page
+    found = _first_problem(table, lens, starts, page_size, limit)
+    if found.problem:
+        raise ValueError(_describe(found, arrays, page_size, limit))
+    return arrays, found.last_page
 
 
 def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages: int) -> None:
@@ -151,40 +151,48 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
 _STARTS_FALL, _NEGATIVE_LENGTH, _TOO_MANY_QUERIES, _TOO_LONG, _PAGE_OUTSIDE = 1, 2, 3, 4, 5
 
 
+class _Found(NamedTuple):
+    """What the tables of a step hold: their first problem and its place, and the highest page id before it."""
+
+    problem: int
+    row: int
+    column: int
+    last_page: int
+
+
 @njit
 def _first_problem(table, lens, starts, page_size, num_pages):
-    """(problem, row, column, highest page id)."""
     last_page = -1
     if starts[0] != 0:
-        return _STARTS_FALL, 0, 0, last_page
+        return _Found(_STARTS_FALL, 0, 0, last_page)
     for row in range(len(lens)):
         queries = starts[row + 1] - starts[row]
         if queries < 0:
-            return _STARTS_FALL, row + 1, 0, last_page
+            return _Found(_STARTS_FALL, row + 1, 0, last_page)
         if lens[row] < 0:
-            return _NEGATIVE_LENGTH, row, 0, last_page
+            return _Found(_NEGATIVE_LENGTH, row, 0, last_page)
         if queries > lens[row]:
-            return _TOO_MANY_QUERIES, row, 0, last_page
+            return _Found(_TOO_MANY_QUERIES, row, 0, last_page)
         if queries == 0:
             continue
         pages = (np.int64(lens[row]) + page_size - 1) // page_size
         if pages > table.shape[1]:
-            return _TOO_LONG, row, 0, last_page
+            return _Found(_TOO_LONG, row, 0, last_page)
         low, high = table[row, 0], table[row, 0]
         for column in range(pages):
             low, high = min(low, table[row, column]), max(high, table[row, column])
         if low < 0 or high >= num_pages:
             for column in range(pages):
                 if table[row, column] < 0 or table[row, column] >= num_pages:
-                    return _PAGE_OUTSIDE, row, column, last_page
+                    return _Found(_PAGE_OUTSIDE, row, column, last_page)
         last_page = max(last_page, high)
-    return 0, 0, 0, last_page
+    return _Found(0, 0, 0, last_page)
 
 
-def _describe(
-    problem: int, at: tuple[int, int], arrays: tuple[Int32Array, Int32Array, Int32Array], page_size: int, num_pages: int
-) -> str:
-    (row, column), (table, lens, starts) = at, arrays
+def _describe(found: _Found, arrays: tuple[Int32Array, Int32Array, Int32Array], page_size: int, num_pages: int) -> str:
+    """The message of a problem."""
+    problem, row, column = found.problem, found.row, found.column
+    table, lens, starts = arrays
     if problem == _STARTS_FALL:
         return f"query_start_loc[{row}]={starts[row]}: expected {'0' if row == 0 else f'at least {starts[row - 1]}'}"
     if problem == _NEGATIVE_LENGTH:

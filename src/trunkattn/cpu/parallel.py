@@ -65,7 +65,13 @@ class Options:
     ) -> None:
         self._arrays = (logit_scale, v_scale, sinks)  # kept alive, because `arguments` has their addresses
         cap_bits = int(np.float32(soft_cap).view(np.int32))
-        self.arguments = (*(address_of(array) for array in self._arrays), len(sinks), cap_bits)
+        self.arguments = {
+            "logit_scale": address_of(logit_scale),
+            "v_scale": address_of(v_scale),
+            "sinks": address_of(sinks),
+            "num_sinks": len(sinks),
+            "soft_cap": cap_bits,
+        }
 
 
 class Workspace:
@@ -212,9 +218,21 @@ _NUMPY_TYPES = MappingProxyType({torch.float32: np.float32, torch.uint16: np.uin
 
 def execute(plan: CpuPlan, layer: Layer, options: Options, workspace: Workspace) -> None:
     """Runs a plan: writes `layer.out` and `layer.lse`."""
-    tensors = (layer.q, layer.k_cache, layer.v_cache, layer.out, layer.lse)
-    strides = (*strides_of(layer.k_cache), *strides_of(layer.v_cache))
-    of_layer = LayerArguments._make((*(tensor.data_ptr() for tensor in tensors), *options.arguments, *strides))
+    keys, values = strides_of(layer.k_cache), strides_of(layer.v_cache)
+    of_layer = LayerArguments(
+        q=layer.q.data_ptr(),
+        k_cache=layer.k_cache.data_ptr(),
+        v_cache=layer.v_cache.data_ptr(),
+        out=layer.out.data_ptr(),
+        lse=layer.lse.data_ptr(),
+        k_page_stride=keys.page,
+        k_token_stride=keys.token,
+        k_head_stride=keys.head,
+        v_page_stride=values.page,
+        v_token_stride=values.token,
+        v_head_stride=values.head,
+        **options.arguments,
+    )
     arguments = array("q", (*of_layer, *workspace.arguments, *plan.arguments))
     num_threads, address = len(plan.task_indptr) - 1, arguments.buffer_info()[0]
     call_on_threads(_attention_address(layer.kv_bits), address, num_threads)

@@ -250,7 +250,7 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
 
 @njit
 def _work_list_arrays(packs, seq_lens, query_start_loc, window, queries_per_tile, rule):
-    """The arrays of a WorkList, in its order."""
+    """The arrays of a WorkList."""
     tiles = cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile)
     splits = split_tiles(rule, tiles.tiles)
     return emit(packs, tiles, splits, window, rule, query_start_loc[-1])

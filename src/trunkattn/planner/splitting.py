@@ -76,6 +76,16 @@ class RowTiles(NamedTuple):
     position: NDArray[np.int32]  # [...] their positions in their sequences
 
 
+class WorkArrays(NamedTuple):
+    """The arrays of a WorkList, in its order."""
+
+    items: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_indptr: NDArray[np.int32]
+
+
 class PartialSlots(NamedTuple):
     """The partial slots and merges of a WorkList."""
 
@@ -228,8 +238,13 @@ def emit(packs, row_tiles, splits, window, rule, num_queries):
             begin = split_end
     queries = queries[:filled].copy()
     partials = _partial_slots(queries, items_of, num_queries)
-    ordered = _take_rows(items, heaviest_first(weights[:count]))
-    return ordered, queries, partials.partial_slots, partials.merge_queries, partials.merge_indptr
+    return WorkArrays(
+        items=_take_rows(items, heaviest_first(weights[:count])),
+        queries=queries,
+        partial_slots=partials.partial_slots,
+        merge_queries=partials.merge_queries,
+        merge_indptr=partials.merge_indptr,
+    )
 
 
 @njit(inline="always")
