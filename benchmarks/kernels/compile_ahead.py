@@ -213,11 +213,13 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
     """`latent_decode_kernel`, of 512 + 64 columns; as `compile_hopper_decode`."""
     from trunkattn.gpu.hopper.segments import RowTiles
     from trunkattn.gpu.mla import decode
+    from trunkattn.gpu.mla.spec import BLOCK_ROWS, NARROW_BLOCK_ROWS
 
-    segment_size, group_size = min(page_size, 64), target.heads[2]
+    group_size = target.heads[2]
     strides = {name: "i32" for name in decode.LatentLayer._fields if name.endswith("_stride")}
     in_dtype = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{target.dtype}")
     is_narrow = target.kv_dtype == "fp8e4nv"
+    segment_size = min(page_size, NARROW_BLOCK_ROWS if is_narrow else BLOCK_ROWS)
     bits, cached = (8, "u8") if is_narrow else (16, target.kv_dtype)
     layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=3)"
     arguments = _same(

@@ -9,7 +9,7 @@ batch is REQUESTS x (tokens of each level, from what all share to a request's ow
 bandwidth, FLOPs / bf16 matrix rate), both measured here. Outputs are compared with float64, those of peers too.
 `trunkattn` has a plan of its own, `trunkattn_one_graph` one of fixed size, which serves any batch. Peers are measured
 if they import: `flashmla` and `fa3` of vLLM's wheels. With `--fp8` ours is measured with a cache of 8 bits (e4m3)
-beside one of 16 bits, without peers.
+beside one of 16 bits, and beside FlashMLA over 8 bits, which rounds queries and probabilities to e4m3 too.
 """
 
 import argparse
@@ -37,6 +37,7 @@ BATCHES = (
 LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, LATENT_SCALE
 FLUSH_BYTES, MOST_COPIES = 300_000_000, 24
 TOLERANCE = 0.1  # of the largest output: bf16 probabilities
+NARROW_TOLERANCE = 0.2  # queries and probabilities of e4m3
 Run = Callable[[int], torch.Tensor]
 
 
@@ -137,13 +138,30 @@ def fa3(case: Case) -> Run:
     return run
 
 
+def flashmla_fp8(case: Case) -> Run:
+    """FlashMLA's dense decode over a cache of e4m3, its schedule made before. Queries are rounded to e4m3."""
+    from flashmla import _flashmla_extension_C  # noqa: F401
+
+    peer, heads = torch.ops._flashmla_extension_C, case.q.shape[1]
+    q, (table, lens) = case.q[:, None].to(torch.float8_e4m3fn), (table.cuda() for table in case.tables)
+    scale, schedule = torch.ones(1, device="cuda"), peer.get_mla_decoding_metadata_dense_fp8(lens, heads, 1)
+
+    def run(copy: int) -> torch.Tensor:
+        cache = case.caches[copy][:, :, None]
+        out, _ = peer.fwd_kvcache_mla_fp8(q, cache, LATENT, lens, table, SCALE, True, *schedule, scale, scale)
+        result: torch.Tensor = out[:, 0]
+        return result
+
+    return run
+
+
 PEERS = {"flashmla": flashmla, "fa3": fa3}
 
 
-def measure(case: Case, run: Run) -> dict[str, Any]:
+def measure(case: Case, run: Run, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Time and error, or why there is none."""
     error = error_of(case, run(0))
-    if error > TOLERANCE:
+    if error > tolerance:
         return {"wrong": f"error {error:.3g}"}
     return {"us": round(microseconds(run, len(case.caches)), 2), "error": round(error, 4)}
 
@@ -155,27 +173,31 @@ def row_of(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[st
     run, tiling = ours(case)
     row["trunkattn"] = measure(case, run) | {"tiling": tiling}
     row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
-    for name, peer in PEERS.items():
-        try:
-            row[name] = measure(case, peer(case))
-        except Exception as reason:  # a peer that cannot run here is reported, not fatal
-            row[name] = {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
-    return row
+    return row | {name: measure_peer(case, peer) for name, peer in PEERS.items()}
+
+
+def measure_peer(case: Case, peer: Callable[[Case], Run], tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Time and error of a peer. One that cannot run here is reported, not fatal."""
+    try:
+        return measure(case, peer(case), tolerance)
+    except Exception as reason:
+        return {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
 
 
 def fp8_row(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
-    """One cell of ours, with a cache of 16 bits and with one of 8."""
+    """One cell: ours with a cache of 16 bits and with one of 8, and FlashMLA with one of 8."""
     case = make_case(tree, heads)
     narrow = case._replace(caches=[cache.to(torch.float8_e4m3fn) for cache in case.caches])
     row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads}
-    return row | {"bf16": measure(case, ours(case)[0]), "fp8": measure(narrow, ours(narrow)[0])}
+    row |= {"bf16": measure(case, ours(case)[0]), "fp8": measure(narrow, ours(narrow)[0])}
+    return row | {"flashmla_fp8": measure_peer(narrow, flashmla_fp8, NARROW_TOLERANCE)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
     parser.add_argument("--batches", nargs="+", default=BATCHES)
-    parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16, without peers")
+    parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "mla.py: torch finds no CUDA device: expected an NVIDIA GPU\n")

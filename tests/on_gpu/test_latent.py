@@ -52,9 +52,17 @@ def assert_close(out: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor,
     torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
 
 
-def check(config: AttentionConfig, batch: PagedBatch, window: int | None = None, k_scale: float = 1.0) -> None:
-    """Against the oracle, twice with the same bits."""
+def check(
+    config: AttentionConfig,
+    batch: PagedBatch,
+    window: int | None = None,
+    k_scale: float = 1.0,
+    q_scales: torch.Tensor | None = None,
+) -> None:
+    """Against the oracle, twice with the same bits. q_scales: of each head's queries."""
     attention, (q, cache) = BatchAttention(config, "cuda"), tensors_of(config, batch)
+    if q_scales is not None:
+        q *= q_scales[:, None].to(q)
     plan = attention.plan(*tables_of(batch), window)
     plan.check()
     out = torch.full((len(q), config.num_qo_heads, spec.LATENT_DIM), math.nan, dtype=config.dtype, device="cuda")
@@ -114,6 +122,14 @@ def test_the_scale_of_the_rows(k_scale: float, kv_dtype: torch.dtype | None) -> 
 
 
 @pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
+def test_queries_of_any_size(kv_dtype: torch.dtype | None) -> None:
+    """float16, in which rows of 8 bits are multiplied, has fewer exponents than bfloat16."""
+    scales = 2.0 ** torch.arange(-110, -14, 6, device="cuda")
+    check(config_of(16, kv_dtype=kv_dtype), tree_batch(SHARED, 64, page_seed=1), k_scale=2.0**20, q_scales=scales)
+    check(config_of(16, kv_dtype=kv_dtype), tree_batch(SHARED, 64), k_scale=2.0**-60, q_scales=2.0**75 * scales)
+
+
+@pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
 def test_an_h100_takes_the_hopper_kernel(kv_dtype: torch.dtype | None) -> None:
     if not card_at("cuda").model.runs_hopper_kernels:
         pytest.skip("another card")
@@ -146,16 +162,27 @@ def test_one_graph_serves_batches_that_are_planned_on_the_device() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize(
-    ("heads", "page_size", "tree"),
-    [(16, 16, PrefixTree((1, 4, 20), (96, 48, 40))), (12, 64, PrefixTree((1, 9), (320, 77))), (128, 64, MANY)],
-    ids=["three levels", "groups of 12", "several items a CTA"],
+    ("heads", "page_size", "tree", "kv_dtype"),
+    [
+        (16, 16, PrefixTree((1, 4, 20), (96, 48, 40)), None),
+        (12, 64, PrefixTree((1, 9), (320, 77)), None),
+        (128, 64, MANY, None),
+        (12, 16, PrefixTree((1, 9), (320, 77)), torch.float8_e4m3fn),
+        (128, 64, MANY, torch.float8_e4m3fn),
+    ],
+    ids=["three levels", "groups of 12", "several items a CTA", "8 bits", "several items of 8 bits a CTA"],
 )
 def test_for_the_sanitizer(
-    monkeypatch: pytest.MonkeyPatch, heads: int, page_size: int, tree: PrefixTree, query_len: int
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    page_size: int,
+    tree: PrefixTree,
+    kv_dtype: torch.dtype | None,
+    query_len: int,
 ) -> None:
     """Queries of one token, whose blocks are seen whole, and of two, which are masked. MANY is computed by four CTAs:
     a batch that gives each of a card's CTAs several items takes the checker of races more than four minutes."""
-    config, card = config_of(heads, page_size), card_at("cuda")
+    config, card = config_of(heads, page_size, kv_dtype=kv_dtype), card_at("cuda")
     if tree == MANY:
         few = replace(card, facts=card.facts._replace(num_sms=4))
         monkeypatch.setattr(gpu_attention, "card_of", lambda facts: few)

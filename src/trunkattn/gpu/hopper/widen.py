@@ -2,7 +2,7 @@
 and producer warps widen them.
 
 An 8-bit number becomes float16 without rounding, and one instruction converts two of them. Queries and weights are then
-float16, too (`as_float16`). Rows of a latent cache become numbers of the queries' type (`widen_e4m3`).
+float16, too (`as_float16`).
 """
 
 from types import MappingProxyType
@@ -26,25 +26,6 @@ _E4M3_TO_FP16 = gl.constexpr("""
     cvt.rn.f16x2.e4m3x2 $1, high;
 }
 """)
-# The same for bfloat16, to which no instruction converts them
-_E4M3_TO_BF16 = gl.constexpr("""
-{
-    .reg .b16 low, high, first, second;
-    .reg .b32 pair;
-    .reg .f32 a, b;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 pair, low;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 a, first;
-    cvt.f32.f16 b, second;
-    cvt.rn.bf16x2.f32 $0, b, a;
-    cvt.rn.f16x2.e4m3x2 pair, high;
-    mov.b32 {first, second}, pair;
-    cvt.f32.f16 a, first;
-    cvt.f32.f16 b, second;
-    cvt.rn.bf16x2.f32 $1, b, a;
-}
-""")
 # The upper byte of a float16 is a float8_e5m2.
 _E5M2_TO_FP16 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
 _SAME, _E4M3, _E5M2 = 0, 1, 2
@@ -56,7 +37,7 @@ _KINDS: Final = MappingProxyType(
         torch.float8_e5m2: _E5M2,
     }
 )
-IS_SAME, _IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
+IS_SAME, IS_E4M3 = gl.constexpr(_SAME), gl.constexpr(_E4M3)
 SWIZZLED_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # swizzles the same bytes as SWIZZLED
 # Queries in float16: the exponent that the largest number of a row gets, and the bias of exponents in a float32
 _LARGEST_EXPONENT, _BIAS = gl.constexpr(14), gl.constexpr(127)
@@ -152,13 +133,7 @@ def read_staged(staging, turn, LAYOUT: gl.constexpr):
 @gluon.jit
 def widen(words, KIND: gl.constexpr):
     """Converts words of 8-bit numbers to words of float16."""
-    return _convert(words, _E4M3_TO_FP16 if KIND == _IS_E4M3 else _E5M2_TO_FP16)
-
-
-@gluon.jit
-def widen_e4m3(words, dtype: gl.constexpr):
-    """Converts words of e4m3 numbers to words of float16 or bfloat16."""
-    return _convert(words, _E4M3_TO_FP16 if dtype == gl.float16 else _E4M3_TO_BF16)
+    return _convert(words, _E4M3_TO_FP16 if KIND == IS_E4M3 else _E5M2_TO_FP16)
 
 
 @gluon.jit
@@ -182,13 +157,24 @@ def store_words(pipeline, index, words, BAR_EMPTY: gl.constexpr, KIND: gl.conste
 
 
 @gluon.jit
+def largest_of(rows):
+    """Returns the largest absolute value of each row in float32."""
+    return gl.max(gl.abs(rows.to(gl.float32)), 1)
+
+
+@gluon.jit
+def float16_factors(largest):
+    """Returns the factors by which rows of queries become float16, and their inverses, which restore the logits.
+    `largest` are the rows' largest absolute values. float16 has fewer exponents than bfloat16, so each row is
+    multiplied by a power of two that gives its largest number exponent 14. A number that is 2^29 times smaller than the
+    largest of its row loses bits, and one that is 2^40 times smaller becomes 0."""
+    exponent = gl.minimum(_LARGEST_EXPONENT + 2 * _BIAS - (largest.to(gl.int32, bitcast=True) >> 23), 2 * _BIAS)
+    factor, inverse = exponent << 23, (2 * _BIAS - exponent) << 23
+    return factor.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def as_float16(rows):
-    """Returns rows of queries as float16, and the factor [rows] that restores each row's logits. float16 has fewer
-    exponents than bfloat16, so each row is multiplied by a power of two that gives its largest number exponent 14. A
-    number that is 2^29 times smaller than the largest of its row loses bits, and one that is 2^40 times smaller becomes
-    0."""
-    largest = gl.max(gl.abs(rows.to(gl.float32)), 1).to(gl.int32, bitcast=True) >> 23
-    exponent = gl.minimum(_LARGEST_EXPONENT + 2 * _BIAS - largest, 2 * _BIAS)
-    factor, inverse = (exponent << 23), ((2 * _BIAS - exponent) << 23)
-    scaled = rows.to(gl.float32) * factor.to(gl.float32, bitcast=True)[:, None]
-    return scaled.to(gl.float16), inverse.to(gl.float32, bitcast=True)
+    """Returns rows of queries as float16, and the factor [rows] that restores each row's logits (`float16_factors`)."""
+    factor, inverse = float16_factors(largest_of(rows))
+    return (rows.to(gl.float32) * factor[:, None]).to(gl.float16), inverse

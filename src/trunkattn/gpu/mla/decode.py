@@ -1,12 +1,12 @@
 """Latent attention in row tiles on Hopper over a paged latent cache, warp specialized, in Gluon.
 
-A CTA computes items of up to 64 rows. A row is a (query token, head) pair. Blocks have 64 cached rows, which are keys
-and values of all heads at once. An output of 512 columns in float32 fills the registers of two consumer warpgroups, so
-each of them holds 256 columns. They take blocks in pairs, like FlashMLA's "seesaw" schedule
-(https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Each computes the scores of one block,
-and both multiply the probabilities of both blocks by their half of the values. The softmax of one warpgroup runs while
-the tensor cores work for the other. Probabilities and row maxima pass through shared memory. Rows of 8 bits are widened
-before the consumers see them (`widen`).
+A CTA computes items of up to 64 rows. A row is a (query token, head) pair. Blocks have 64 cached rows, or 32 if the
+cache has 8 bits. They are keys and values of all heads at once. An output of 512 columns in float32 fills the registers
+of two consumer warpgroups, so each of them holds 256 columns. They take blocks in pairs, like FlashMLA's "seesaw"
+schedule (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Each computes the scores of
+one block, and both multiply the probabilities of both blocks by their half of the values. The softmax of one warpgroup
+runs while the tensor cores work for the other. Probabilities and row maxima pass through shared memory. Rows of 8 bits
+are widened to float16 before the consumers see them (`widen`), and queries and probabilities are then float16, too.
 """
 
 from typing import Any, Final, NamedTuple
@@ -20,12 +20,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.barriers import barrier_sync
-from trunkattn.gpu.hopper.common import NEG_INF, SWIZZLED, WARPGROUP_ROWS, pdl_trigger, pdl_wait, prefetch_to_l2
+from trunkattn.gpu.hopper.common import (
+    NEG_INF,
+    SWIZZLED,
+    WARPGROUP_ROWS,
+    pdl_trigger,
+    pdl_wait,
+    prefetch_to_l2,
+    reinterpret,
+)
 from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
 from trunkattn.gpu.hopper.segments import row_tiles_of
+from trunkattn.gpu.hopper.widen import float16_factors, largest_of
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.mla.blocks import (
-    BLOCK_ROWS,
     HALF_DIM,
     LATENT_DIM,
     LEFT,
@@ -52,7 +60,8 @@ from trunkattn.gpu.mla.pairs import (
     right_pair,
     to_acc_layout,
 )
-from trunkattn.gpu.mla.widen import narrow_descriptor, widen_items
+from trunkattn.gpu.mla.spec import BLOCK_ROWS, NARROW_BLOCK_ROWS
+from trunkattn.gpu.mla.widen import narrow_descriptor, widen_pairs
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 _DIRECT = gl.constexpr(DIRECT)
@@ -60,7 +69,9 @@ _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 REGISTERS: Final = 168  # of a thread at launch: there are twelve warps, or ten that Triton rounds up
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS = gl.constexpr(216), gl.constexpr(72)
+_FEW_THREADS_A_ROW = gl.constexpr(copy_layout(ROPE_DIM.value))  # a maximum over columns takes few steps
+_P_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # rows of 32 probabilities
 
 
 class LatentConstants(NamedTuple):
@@ -69,7 +80,9 @@ class LatentConstants(NamedTuple):
     Attributes:
         num_qo_heads, group_size: the number of query heads, and how many of them an item computes at once.
         segment_size: tokens of a whole segment, and rows of a TMA box.
+        block_rows, pairs_held: cached rows of a block, and pairs of blocks that shared memory holds.
         masked: queries of one sequence see different tokens.
+        widened: the cache has 8 bits, and producer warps widen its rows to float16.
         box_columns: columns of a TMA box: 64, or 128 if the cache has 8 bits.
         part_threads, producer_threads: of the producer warps, those that fill one part, and all.
         scores, acc: layouts of a block's scores and of half of the output.
@@ -81,8 +94,11 @@ class LatentConstants(NamedTuple):
     group_size: int
     page_size: int
     segment_size: int
+    block_rows: int
+    pairs_held: int
     masked: bool
     return_lse: bool
+    widened: bool
     box_columns: int
     part_threads: int
     producer_threads: int
@@ -101,10 +117,12 @@ def constants(
     kv_bytes: int,
 ) -> LatentConstants:
     """Returns the constants of an attention. kv_bytes: bytes of a number in the cache."""
-    part_threads, producer_threads = (32, 64) if kv_bytes == 2 else (128, 128)
+    widened = kv_bytes == 1
+    part_threads, producer_threads = (128, 128) if widened else (32, 64)
+    block_rows, pairs_held = (NARROW_BLOCK_ROWS, 2) if widened else (BLOCK_ROWS, 1)
     scores, acc = (
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-        for columns in (BLOCK_ROWS.value, HALF_DIM.value)
+        for columns in (block_rows, HALF_DIM.value)
     )
     return LatentConstants(
         num_qo_heads=num_qo_heads,
@@ -112,14 +130,17 @@ def constants(
         group_size=group_size,
         page_size=page_size,
         segment_size=segment_size,
+        block_rows=block_rows,
+        pairs_held=pairs_held,
         masked=masked,
         return_lse=return_lse,
+        widened=widened,
         box_columns=128 // kv_bytes,
         part_threads=part_threads,
         producer_threads=producer_threads,
         scores=scores,
         acc=acc,
-        copy=copy_layout(HALF_DIM.value),
+        copy=_FEW_THREADS_A_ROW.value if widened else copy_layout(HALF_DIM.value),
     )
 
 
@@ -179,36 +200,58 @@ def _load_tile(pointer, at, count, first_column: gl.constexpr, columns: gl.const
 @gluon.jit
 def _load_queries(shared, rows, layer, is_first, WHICH: gl.constexpr, C: gl.constexpr):
     """Copies query rows to shared memory. Each warpgroup copies half of the latent columns. Returns the rope columns,
-    which both warpgroups hold in registers; while they are loaded, they use the memory of the right probabilities. If
-    logits are scaled by a negative number, queries change their sign."""
+    which both warpgroups hold in registers, and the scale of logits: one number, or one for each row if rows are scaled
+    to become float16. If logits are scaled by a negative number, queries change their sign."""
     COPY: gl.constexpr = C.copy
+    SCORES: gl.constexpr = C.scores
     token = rows.token.to(gl.int64)
     at = token * layer.q_latent_token_stride + rows.head * layer.q_latent_head_stride
     latent = _load_tile(layer.q_latent, at, rows.count, WHICH * HALF_DIM, HALF_DIM, COPY)
     if WHICH == LEFT:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        LAYOUT: gl.constexpr = _FEW_THREADS_A_ROW
         at = token * layer.q_rope_token_stride + rows.head * layer.q_rope_head_stride
         rope = _load_tile(layer.q_rope, at, rows.count, 0, ROPE_DIM, LAYOUT)
     if is_first:
         queries_arrive(C)
     q_tile = shared.q.index(WHICH)
+    logit_scale = gl.load(layer.logit_scale)
+    scale = gl.abs(logit_scale)
+    if latent.dtype != q_tile.dtype:
+        if WHICH == LEFT:
+            shared.max_left.store(gl.maximum(largest_of(latent), largest_of(rope)))
+        else:
+            shared.max_right.store(largest_of(latent))
+        ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+        COPY_ROWS: gl.constexpr = gl.SliceLayout(1, COPY)
+        barrier_sync(BAR_BOTH, BOTH_THREADS)
+        largest = gl.maximum(shared.max_left.load(ROWS), shared.max_right.load(ROWS))
+        scale = scale * float16_factors(largest)[1]
+        largest = gl.maximum(shared.max_left.load(COPY_ROWS), shared.max_right.load(COPY_ROWS))
+        factor = float16_factors(largest)[0][:, None]
+        latent = (latent.to(gl.float32) * factor).to(q_tile.dtype)
+        if WHICH == LEFT:
+            rope = (rope.to(gl.float32) * factor).to(q_tile.dtype)
     q_tile.store(latent)
     if WHICH == LEFT:
-        shared.p_right.store(rope)
-    if gl.load(layer.logit_scale) < 0:
+        shared.q_rope.store(rope)
+    if logit_scale < 0:
         q_tile.store(-q_tile.load(COPY))
         if WHICH == LEFT:
-            shared.p_right.store(-shared.p_right.load(LAYOUT))
+            shared.q_rope.store(-shared.q_rope.load(LAYOUT))
     fence_async_shared()
     barrier_sync(BAR_BOTH, BOTH_THREADS)
-    return shared.p_right.load(gl.DotOperandLayout(0, C.scores, 2))
+    scale = gl.maximum(scale, 1e-37)  # times 0 a masked score, -inf, would be NaN
+    return shared.q_rope.load(gl.DotOperandLayout(0, SCORES, 2)), scale
 
 
 @gluon.jit
-def _write_out(out, token, head, out_tile, layer, WHICH: gl.constexpr, C: gl.constexpr):
-    """Writes half of the columns of rows to `layer.out`, through the queries' memory, 16 bytes a thread. `token` and
-    `head` [64] are those of each row. A row with token -1 is not written."""
-    out_tile.store((out * gl.load(layer.v_scale)).to(out_tile.dtype))
+def _write_out(out, token, head, queries, layer, WHICH: gl.constexpr, C: gl.constexpr):
+    """Writes half of the columns of rows to `layer.out`, through the memory of `queries` and with 16 bytes a thread.
+    `token` and `head` [64] are those of each row. A row with token -1 is not written."""
+    DTYPE: gl.constexpr = layer.out.dtype.element_ty
+    QUERIES: gl.constexpr = (2, WARPGROUP_ROWS, HALF_DIM)
+    out_tile = reinterpret(queries, DTYPE, QUERIES, SWIZZLED).index(WHICH)
+    out_tile.store((out * gl.load(layer.v_scale)).to(DTYPE))
     COPY: gl.constexpr = C.copy
     COPY_ROW: gl.constexpr = gl.SliceLayout(1, COPY)
     token, head = gl.convert_layout(token, COPY_ROW), gl.convert_layout(head, COPY_ROW)
@@ -244,7 +287,19 @@ def _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH: gl.con
     if C.return_lse and WHICH == LEFT:
         gl.store(layer.lse + rows.token * C.num_qo_heads + rows.head, lse, mask=direct)
     if gl.max(direct.to(gl.int32), 0) > 0:
-        _write_out(out, gl.where(direct, rows.token, -1), rows.head, shared.q.index(WHICH), layer, WHICH, C)
+        _write_out(out, gl.where(direct, rows.token, -1), rows.head, shared.q, layer, WHICH, C)
+
+
+@gluon.jit
+def _last_block(state, shared, buffers, item, uses, WHICH: gl.constexpr, C: gl.constexpr):
+    """Adds the last block of an item with an odd number of blocks. Returns the state and the uses of the own buffer."""
+    if item.blocks.count % 2 == 1:
+        if WHICH == LEFT:
+            state = left_last(state, shared, buffers, item, uses, C)
+            uses += 1
+        else:
+            state = right_last(state, shared, buffers, uses, C)
+    return state, uses
 
 
 @gluon.jit
@@ -252,8 +307,7 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
     """Runs a consumer warpgroup, which computes its half of the output of the items."""
     ROWS: gl.constexpr = gl.SliceLayout(1, C.scores)
     ACC: gl.constexpr = C.acc
-    scale = gl.maximum(gl.abs(gl.load(layer.logit_scale)), 1e-37)  # times 0 a masked score, -inf, would be NaN
-    uses, num_items = 0, 0  # of the own buffer
+    uses, num_items = 0, 0  # pairs, or own blocks, that were computed before
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
         task = task_of(tasks, turn, C)
         blocks = blocks_of(task.item, C)
@@ -263,7 +317,7 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
             is_first = num_items == 0
             num_items += 1
             rows = _rows_of(tiles, first, end, first_head, C)
-            q_rope = _load_queries(shared, rows, layer, is_first, WHICH, C)
+            q_rope, scale = _load_queries(shared, rows, layer, is_first, WHICH, C)
             position = rows.query
             if C.masked:
                 position = gl.load(tiles.positions + rows.token, mask=rows.used, other=0)
@@ -278,15 +332,11 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
             for nth in range(0, num_full, 2):
                 state = PAIR(state, shared, buffers, item, uses, nth, False, C)
                 uses += 1
-            for nth in range(num_full, blocks.count // 2 * 2, 2):
+            for nth in range(num_full, blocks.count if C.widened else blocks.count // 2 * 2, 2):
                 state = PAIR(state, shared, buffers, item, uses, nth, True, C)
                 uses += 1
-            if blocks.count % 2 == 1:
-                if WHICH == LEFT:
-                    state = left_last(state, shared, buffers, item, uses, C)
-                    uses += 1
-                else:
-                    state = right_last(state, shared, buffers, uses, C)
+            if not C.widened:
+                state, uses = _last_block(state, shared, buffers, item, uses, WHICH, C)
             _epilogue(state, shared, tiles, first, end, first_head, layer, WHICH, C)
 
 
@@ -341,13 +391,23 @@ def latent_decode_kernel(
     prefetch_to_l2(tiles.segments, segments_size, cta, 512)
     prefetch_to_l2(tiles.queries, queries_size, cta, 64)
     prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
-    dtype: gl.constexpr = layer.out.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if C.widened else layer.out.dtype.element_ty
     buffers = allocate_buffers(desc, dtype, C)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_rope = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, ROPE_DIM], SWIZZLED)
+    if C.widened:
+        BOTH: gl.constexpr = (2, WARPGROUP_ROWS, C.block_rows)
+        probabilities = reinterpret(q_rope, dtype, BOTH, _P_SWIZZLED)
+        p_left, p_right = probabilities.index(0), probabilities.index(1)
+    else:
+        P: gl.constexpr = (WARPGROUP_ROWS, C.block_rows)
+        p_left = gl.allocate_shared_memory(dtype, P, SWIZZLED)
+        p_right = q_rope
     shared = Shared(
         q=gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
-        p_left=gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
-        p_right=gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, BLOCK_ROWS], SWIZZLED),
+        q_rope=q_rope,
+        p_left=p_left,
+        p_right=p_right,
         max_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
         max_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
         sum_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
@@ -356,7 +416,7 @@ def latent_decode_kernel(
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_head_groups
     tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, gl.num_programs(0))
-    if C.box_columns == PART_COLUMNS:
+    if not C.widened:
         gl.warp_specialize(
             [
                 (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
@@ -372,7 +432,7 @@ def latent_decode_kernel(
             [
                 (_consume, (tasks, tiles, layer, work.window, shared, buffers, LEFT, C)),
                 (_consume, (tasks, tiles, layer, work.window, shared, buffers, RIGHT, C)),
-                (widen_items, (tasks, tiles.segments, desc, buffers, C)),
+                (widen_pairs, (tasks, tiles.segments, desc, buffers, C)),
             ],
             [4, 4],
             [_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS],

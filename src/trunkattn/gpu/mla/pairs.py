@@ -10,6 +10,9 @@ block:
     left  += p0 · values of block 0         right += p1 · values of block 1
     p0 · exp2(m0 - m1)     <- p1, m1, p0 ->
     left  += p1 · values of block 1         right += p0 · values of block 0
+
+Blocks of 64 rows that are the last of an odd number are added alone. Blocks of 32 rows always come in pairs, and all
+rows of a second block that does not exist are masked.
 """
 
 from typing import Any, NamedTuple
@@ -22,10 +25,13 @@ from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import softmax_step
 from trunkattn.gpu.mla.blocks import (
-    BLOCK_ROWS,
     LEFT,
     RIGHT,
     ROPE,
+    block_at,
+    half_of,
+    half_release,
+    hidden_zero,
     mask_block,
     part_release,
     part_wait,
@@ -39,11 +45,13 @@ BOTH_THREADS = gl.constexpr(256)
 
 
 class Shared(NamedTuple):
-    """Shared memory of the consumer warpgroups. `q` [2, 64, 256] has the latent columns of the queries. `p_left` and
-    `p_right` [64, 64] are the probabilities of the left and of the right warpgroup's block. `max_*` and `sum_*` [64]
-    are the maxima and the sums of their rows."""
+    """Shared memory of the consumer warpgroups. `q` [2, 64, 256] has the latent columns of the queries, and `q_rope`
+    [64, 64] their rope columns until registers hold them. `p_left` and `p_right` [64, block rows] are the probabilities
+    of the left and of the right warpgroup's block, in the memory of `q_rope`. `max_*` and `sum_*` [64] are the maxima
+    and the sums of their rows."""
 
     q: Any
+    q_rope: Any
     p_left: Any
     p_right: Any
     max_left: Any
@@ -63,7 +71,8 @@ class State(NamedTuple):
 
 class Item(NamedTuple):
     """What does not change within an item. `q_rope` holds the rope columns of the queries in registers. `scale` is that
-    of logits and includes log2(e). `mask` is what `mask_block` reads, and `blocks` are the item's blocks."""
+    of logits, for all rows or for each row [64], and includes log2(e). `mask` is what `mask_block` reads, and `blocks`
+    are the item's blocks."""
 
     q_rope: Any
     scale: Any
@@ -72,31 +81,22 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def _hidden_zero(uses):
-    """Returns a 0 that the compiler does not know. Descriptors of shared memory that depend on it are computed where
-    they are used. Otherwise they would be computed once, before the loop, and spill."""
-    return uses & (gl.num_programs(1) - 1)
-
-
-@gluon.jit
 def _scores_of(shared, q_rope, buffers, uses, WHICH: gl.constexpr, C: gl.constexpr):
-    """Computes the scores [64, 64] of the own block, and releases its rope columns."""
+    """Computes the scores [64, block rows] of the own block, and releases its rope columns."""
     SCORES: gl.constexpr = C.scores
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_ROWS], gl.float32, SCORES)
-    FIRST: gl.constexpr = WHICH
-    SECOND: gl.constexpr = 1 - WHICH
-    zero = _hidden_zero(uses)
-    part_wait(buffers, WHICH, ROPE, uses)
+    SHAPE: gl.constexpr = (WARPGROUP_ROWS, C.block_rows)
+    zeros = gl.zeros(SHAPE, gl.float32, SCORES)
+    OTHER: gl.constexpr = 1 - WHICH
+    part_wait(buffers, WHICH, ROPE, uses, C)
     # S = Q·Kᵀ, in three parts: the rope columns, then the two halves of the latent
-    scores = warpgroup_mma(
-        q_rope, buffers.rope.index(WHICH + zero).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
-    part_wait(buffers, WHICH, FIRST, uses)
-    k_tile = buffers.halves.index(2 * WHICH + FIRST + zero).permute((1, 0))
-    scores = warpgroup_mma(shared.q.index(FIRST + zero), k_tile, scores, is_async=True)
-    part_wait(buffers, WHICH, SECOND, uses)
-    k_tile = buffers.halves.index(2 * WHICH + SECOND + zero).permute((1, 0))
-    scores = warpgroup_mma(shared.q.index(SECOND + zero), k_tile, scores, is_async=True)
+    k_tile = buffers.rope.index(block_at(uses, WHICH, C)).permute((1, 0))
+    scores = warpgroup_mma(q_rope, k_tile, zeros, use_acc=False, is_async=True)
+    part_wait(buffers, WHICH, WHICH, uses, C)
+    k_tile = half_of(buffers, uses, WHICH, WHICH, C).permute((1, 0))
+    scores = warpgroup_mma(shared.q.index(WHICH + hidden_zero(uses)), k_tile, scores, is_async=True)
+    part_wait(buffers, WHICH, OTHER, uses, C)
+    k_tile = half_of(buffers, uses, WHICH, OTHER, C).permute((1, 0))
+    scores = warpgroup_mma(shared.q.index(OTHER + hidden_zero(uses)), k_tile, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     part_release(WHICH, ROPE, C)
     return scores
@@ -129,7 +129,7 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     barrier_arrive(_BAR_MAX, BOTH_THREADS)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p.to(shared.q.dtype), C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
+    acc = warpgroup_mma(p_own, half_of(buffers, uses, 0, LEFT, C), acc, is_async=True)  # O += P·V
     barrier_sync(_BAR_RIGHT, BOTH_THREADS)
     last_max = shared.max_right.load(ROWS)
     again = gl.exp2(row_max - last_max)
@@ -140,9 +140,10 @@ def left_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: gl
     part_release(0, LEFT, C)
     acc = acc * to_acc_layout(again, C)[:, None]
     # O += P·V of the other block
-    acc = warpgroup_mma(shared.p_right, buffers.halves.index(2 + LEFT + _hidden_zero(uses)), acc, is_async=True)
+    acc = warpgroup_mma(shared.p_right, half_of(buffers, uses, 1, LEFT, C), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(1, LEFT, C)
+    half_release(LEFT, uses, C)
     return State(last_max, row_sum * again, acc)
 
 
@@ -166,13 +167,14 @@ def right_pair(state, shared, buffers, item, uses, nth, MASK: gl.constexpr, C: g
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(2 + RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
+    acc = warpgroup_mma(p_own, half_of(buffers, uses, 1, RIGHT, C), acc, is_async=True)  # O += P·V
     barrier_sync(_BAR_LEFT, BOTH_THREADS)
-    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
+    acc = warpgroup_mma(shared.p_left, half_of(buffers, uses, 0, RIGHT, C), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(1, deps=(acc, p_own))
     part_release(1, RIGHT, C)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(0, RIGHT, C)
+    half_release(RIGHT, uses, C)
     return State(row_max, state.row_sum * rescale + new_sum, acc)
 
 
@@ -192,7 +194,7 @@ def left_last(state, shared, buffers, item, uses, C: gl.constexpr):
     barrier_arrive(_BAR_MAX, BOTH_THREADS)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
     p_own = _operand(p_own, C)
-    acc = warpgroup_mma(p_own, buffers.halves.index(LEFT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
+    acc = warpgroup_mma(p_own, half_of(buffers, uses, 0, LEFT, C), acc, is_async=True)  # O += P·V
     acc, p_own = warpgroup_mma_wait(0, deps=(acc, p_own))
     part_release(0, LEFT, C)
     return State(row_max, row_sum, acc)
@@ -206,7 +208,7 @@ def right_last(state, shared, buffers, uses, C: gl.constexpr):
     row_max = shared.max_left.load(gl.SliceLayout(1, C.scores))
     rescale = gl.exp2(state.row_max - row_max)
     acc = state.acc * to_acc_layout(rescale, C)[:, None]
-    acc = warpgroup_mma(shared.p_left, buffers.halves.index(RIGHT + _hidden_zero(uses)), acc, is_async=True)  # O += P·V
+    acc = warpgroup_mma(shared.p_left, half_of(buffers, uses, 0, RIGHT, C), acc, is_async=True)  # O += P·V
     acc = warpgroup_mma_wait(0, deps=(acc,))
     part_release(0, RIGHT, C)
     return State(row_max, state.row_sum * rescale, acc)

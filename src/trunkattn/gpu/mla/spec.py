@@ -22,6 +22,8 @@ DECODE: Final = "Hopper latent decode"
 PORTABLE: Final = "portable latent decode"
 
 ROWS: Final = 64  # of the Hopper kernel's tile
+BLOCK_ROWS: Final = 64  # cached rows that the Hopper kernel reads at once
+NARROW_BLOCK_ROWS: Final = 32  # the same for a cache of 8 bits
 _PORTABLE_ROWS: Final = 32  # of the tallest tile of the portable kernel
 LATENT_DIM: Final = 512  # of the Hopper kernel
 ROPE_DIM: Final = 64
@@ -33,19 +35,24 @@ _READS_LATENT: Final = "keys and values apart: expected a latent cache"
 # A block takes as long whether its rows are used or not. The times are those of blocks that the L2 cache holds.
 _TILE: Final = GpuTile(
     ROWS,
-    64,
+    BLOCK_ROWS,
     warps=4,
     stages=2,
     ctas_per_sm=1,
     block_ns=(1660, 1180),
     chain_ns=(1650, 1210),
-    private_n=64,
+    private_n=BLOCK_ROWS,
     kernel=DECODE,
     one_launch=True,
     blocks_at_once=2,
 )
-# Widening takes time that reading fewer bytes does not win back: compute-bound batches took 1.65 to 1.8 times as long.
-_NARROW_TILE: Final = replace(_TILE, block_ns=(2900, 2060), chain_ns=(2890, 2120))
+_NARROW_TILE: Final = replace(
+    _TILE,
+    block_n=NARROW_BLOCK_ROWS,
+    private_n=NARROW_BLOCK_ROWS,
+    block_ns=(1200, 860),
+    chain_ns=(1200, 875),
+)
 
 
 def head_groups(config: AttentionConfig, tiles: tuple[GpuTile, ...]) -> int:
