@@ -9,6 +9,7 @@ from typing import Final
 
 from benchmarks.engines import sglang, vllm
 from benchmarks.engines.interface import Adapter, Start
+from benchmarks.lib.options import need_gpu
 
 ENGINES: Final[Mapping[str, Adapter]] = MappingProxyType({"vllm": vllm, "sglang": sglang})
 
@@ -41,6 +42,12 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None) -> tuple
     if getattr(arguments, "model", None) and not (arguments.model / "config.json").is_file():
         parser.error(f"argument --model: {arguments.model} has no config.json")
     return engine, arguments
+
+
+def need_device(engine: Adapter, device: str) -> None:
+    """Ends the script where an engine's device is not there."""
+    if device == "cuda":
+        need_gpu("" if "device" in engine.LACKS else ", or --device cpu")
 
 
 @contextmanager

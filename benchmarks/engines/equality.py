@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.adapters import ENGINES, add_device, add_engine, card_name, parse
+from benchmarks.engines.adapters import ENGINES, add_device, add_engine, card_name, need_device, parse
 from benchmarks.engines.counters import counted, counters
 from benchmarks.engines.interface import Adapter, Case
 from benchmarks.engines.jobs import Job, run_jobs
@@ -197,6 +197,7 @@ def main() -> None:
     if arguments.work:
         name, backend, answer = arguments.work
         return work(engine, engine.CASES[name], backend, arguments, Path(answer))
+    need_device(engine, arguments.device)
     found = run_cases(engine, arguments)
     rows = []
     for name in arguments.cases:

@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from benchmarks.engines import processes
-from benchmarks.engines.adapters import ENGINES, add_engine, add_model, card_name, parse, with_ports
+from benchmarks.engines.adapters import ENGINES, add_engine, add_model, card_name, need_device, parse, with_ports
 from benchmarks.engines.counters import counted, counters
 from benchmarks.engines.interface import Adapter, Online, Start, vocabulary
 from benchmarks.engines.replay import replay
@@ -208,6 +208,7 @@ def read_arguments(given: Sequence[str] | None = None) -> tuple[Adapter, argpars
 
 def main() -> None:
     engine, arguments = read_arguments()
+    need_device(engine, arguments.device)
     starts, runs = engine.serving_starts(arguments), wanted_runs(arguments)
     taken = {
         "model": arguments.model.name, "options": engine.serving_options(starts),

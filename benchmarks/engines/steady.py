@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines.adapters import add_engine, add_model, card_name, parse
+from benchmarks.engines.adapters import add_engine, add_model, card_name, need_device, parse
 from benchmarks.engines.counters import counted
 from benchmarks.engines.interface import Adapter, Span, vocabulary
 from benchmarks.engines.traces import events_in
@@ -96,6 +96,7 @@ def read_arguments(given: Sequence[str] | None = None) -> tuple[Adapter, argpars
 
 def main() -> None:
     engine, arguments = read_arguments()
+    need_device(engine, arguments.device)
     found, card = watch(engine, arguments), card_name(arguments.device)
     facts = {"card": card, "backend": arguments.backend, "requests": REQUESTS, "steps": arguments.steps}
     print(json.dumps({key: found[key] for key in ("tokens", "memory_mb", "events", "waits", "copies_to_host")}))

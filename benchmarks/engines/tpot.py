@@ -54,7 +54,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from benchmarks.engines.adapters import ENGINES, add_device, add_engine, card_name, parse, with_ports
+from benchmarks.engines.adapters import ENGINES, add_device, add_engine, card_name, need_device, parse, with_ports
 from benchmarks.engines.counters import counted, counters
 from benchmarks.engines.interface import Start, vocabulary
 from benchmarks.engines.pace import measure, table, traced_or_why
@@ -223,6 +223,7 @@ def save(arguments: argparse.Namespace, plan: Plan, model: str, results: Results
 def main() -> None:
     arguments = read_arguments()
     engine, plan = ENGINES[arguments.engine], plan_of(arguments)
+    need_device(engine, arguments.device)
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(arguments.shape, Path(folder)) if arguments.shape else arguments.model
         with with_ports(engine, engine.tpot_starts(arguments, model)) as starts:

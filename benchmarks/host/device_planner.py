@@ -9,7 +9,6 @@ what `BatchAttention.plan(..., into=plan)` takes on the host, which does not wai
 CPU, without a capacity.
 """
 
-import sys
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
@@ -22,7 +21,7 @@ import triton
 import trunkattn
 from benchmarks.kernels.decode import microseconds
 from benchmarks.lib.internals import step_of
-from benchmarks.lib.options import no_options
+from benchmarks.lib.options import need_gpu, no_options
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch
 from trunkattn.analysis.trees import parse_tree, tree_batch
@@ -83,8 +82,7 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("device_planner.py: torch finds no CUDA device: expected an NVIDIA GPU")
+    need_gpu()
     rows, empty_us = [], round(microseconds(lambda _: _empty[(1,)](), 1), 1)
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), PAGE_SIZE, row_seed=0, page_seed=1)

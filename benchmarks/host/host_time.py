@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import trunkattn
-from benchmarks.lib.options import integer
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import environment, short_name, write_result
 
 PAGE_SIZE: Final = 16
@@ -202,8 +202,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: in results/")
     parser.add_argument("--only-measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.fake and not torch.cuda.is_available():
-        parser.exit(1, "host_time.py: torch finds no CUDA device: expected one, or --fake\n")
+    if not options.fake:
+        need_gpu(", or --fake")
     if options.only_measure:
         print(json.dumps(rows_of(options.parts, options.calls, options.fake)))
         return

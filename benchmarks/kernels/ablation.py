@@ -24,6 +24,7 @@ from benchmarks.kernels.decode import HEADS, PAGE_SIZE, Case, Run, make_case, me
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
 from benchmarks.kernels.tile_lists import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 from benchmarks.lib.internals import step_of
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
@@ -284,8 +285,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             tree_batch(parse_tree(tree), PAGE_SIZE)
         except ValueError as reason:
             parser.error(f"argument --trees: {reason}")
-    if not torch.cuda.is_available():
-        parser.exit(1, "ablation.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     return parsed
 
 

@@ -25,6 +25,7 @@ from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, 
 from benchmarks.kernels.ragged_batches import make_batches
 from benchmarks.kernels.ragged_batches import make_case as make_ragged_case
 from benchmarks.kernels.tile_lists import list_tiles, make_run, tile_rule
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.pat_trees import PAT_TREES
@@ -202,6 +203,7 @@ def main() -> None:
         result = json.loads(arguments.fit.read_text())
         card, rows = MeasuredCard.of_result(result["card"]), result["rows"]
     else:
+        need_gpu(", or --fit")
         properties = torch.cuda.get_device_properties(0)
         hopper = (properties.major, properties.minor) == (9, 0)
         card = MeasuredCard(properties.multi_processor_count, int(ceilings()[0]), properties.L2_cache_size, hopper)

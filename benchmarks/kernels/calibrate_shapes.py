@@ -28,7 +28,7 @@ from benchmarks.kernels.decode import Run, ceilings, microseconds
 from benchmarks.kernels.decode_cases import Shape, expected, make_case, relative_error
 from benchmarks.kernels.shapes import compile_ahead
 from benchmarks.lib.internals import backend_of
-from benchmarks.lib.options import integer
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
@@ -132,6 +132,7 @@ def main() -> None:
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())
     else:
+        need_gpu(", or --fit")
         names = arguments.shapes or ([shape.name for shape in LATENT_SHAPES] if arguments.latent else TIMED)
         result = measured([shape for shape in (*SHAPES, *LATENT_SHAPES) if shape.name in names], arguments)
     for family in families_of(result) if arguments.fit_seconds else ():

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from benchmarks.kernels import decode_cases
 from benchmarks.kernels.decode_cases import Shape, expected, ours, sol_us
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import PEERS, Case, Run
 from benchmarks.workloads.pat_trees import PAT_TREES
@@ -153,8 +154,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=tuple(PEERS), choices=tuple(PEERS), help="default: all")
     parser.add_argument("--name", help="of the result file; default: the dtype")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "decode.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     dtypes = tuple(getattr(torch, name) for name in (arguments.dtype, arguments.kv_dtype or arguments.dtype))
     limits = ceilings()
     card = torch.cuda.get_device_name()

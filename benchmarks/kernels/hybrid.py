@@ -32,7 +32,7 @@ import torch
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE
 from benchmarks.lib.internals import backend_of, execution_of, step_of
-from benchmarks.lib.options import integer
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.peers.gpu_hybrid import HYBRID_PEERS, HybridRun, halves, on_two_streams
 from benchmarks.peers.gpu_kernels import Case
@@ -385,8 +385,7 @@ def main() -> None:
     parser.add_argument("--pod-every", type=count, default=4, help="FlashInfer's POD on every so many of a model")
     parser.add_argument("--seconds", type=count, default=240, help="after which the sweep begins no batch")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "hybrid.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     session = Session(arguments, torch.cuda.get_device_name())
     for part in arguments.part:
         PARTS[part](session)

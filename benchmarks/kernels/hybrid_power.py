@@ -11,14 +11,13 @@ of them; millijoules are those watts times `steady_us`.
 
 import statistics
 import subprocess
-import sys
 import time
 from typing import Any
 
 import torch
 
 from benchmarks.kernels.hybrid import FLUSH_BYTES, Ours, make_case
-from benchmarks.lib.options import no_options
+from benchmarks.lib.options import need_gpu, no_options
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_hybrid import HYBRID_PEERS, HybridRun
 from benchmarks.workloads.hybrid_batches import TABLE
@@ -88,8 +87,7 @@ def measure(run: HybridRun, copies: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("hybrid_power.py: torch finds no CUDA device: expected an NVIDIA GPU")
+    need_gpu()
     card = torch.cuda.get_device_name()
     limit = subprocess.run(
         ["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm", "--format=csv,noheader"],

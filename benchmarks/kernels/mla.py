@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.kernels.calibration_families import LATENT_SCALE
 from benchmarks.kernels.decode import ceilings, microseconds
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
@@ -199,8 +200,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", default=BATCHES)
     parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "mla.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     limits, card, rows = ceilings(), torch.cuda.get_device_name(), list[dict[str, Any]]()
     kind, measured_row = ("mla-fp8", fp8_row) if arguments.fp8 else ("mla", row_of)
     name = f"{kind}-{short_name(card)}"

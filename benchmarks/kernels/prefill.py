@@ -27,6 +27,7 @@ import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from benchmarks.kernels.decode_cases import CAPPED_QUERIES, Shape, attend
 from benchmarks.lib.internals import take_prefill_tile
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import Case, Features, Run
 from benchmarks.peers.gpu_prefill import PREFILL_PEERS
@@ -248,8 +249,7 @@ def main() -> None:
         chosen = prompt_shapes(arguments.shapes or [])
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        parser.exit(1, "prefill.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     name = torch.cuda.get_device_name()
     card = short_name(name)
     if arguments.tiles:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch, agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
@@ -241,8 +242,7 @@ def main() -> None:
         parser.error(f"argument --requests: expected at least 1, got {min(arguments.requests)}")
     trace = read_trace(arguments.trace) if arguments.trace else ()
     batches = {count: make_batches(trace, count) for count in arguments.requests}
-    if not torch.cuda.is_available():
-        parser.exit(1, "ragged_batches.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     if not trace:
         print("mooncake is left out: no --trace", flush=True)
     limits = ceilings()

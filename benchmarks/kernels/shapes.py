@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.shape_cells import Limits, Shape, compiled, empty_row, kernels_of, measured_limits, measured_row
-from benchmarks.lib.options import integer
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.lib.subprocesses import Apart, Lost
 from benchmarks.workloads.shape_table import (
@@ -234,8 +234,7 @@ def main() -> None:
     arguments = parser.parse_args()
     shapes, begin = list(dict.fromkeys(shape for found in arguments.shapes for shape in found)), monotonic()
     check_pages(parser, shapes, arguments.batches)
-    if not torch.cuda.is_available():
-        parser.exit(1, "shapes.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     results = Results(torch.cuda.get_device_name())
     cells = [(shape, tree) for shape in shapes for tree in arguments.batches]
     cells = [cell for cell in cells if not arguments.resume or results.lacks(*cell)]

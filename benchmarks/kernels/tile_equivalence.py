@@ -18,6 +18,7 @@ import triton.language as tl
 
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, Case, ceilings, make_case, measure, microseconds
 from benchmarks.kernels.tile_lists import list_tiles, make_run, planned_bytes, rule_on_card
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import DECODE_TILES, DECODE_TILES_FP8, without_subtiles
@@ -157,8 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="32/8", choices=HEADS, help="query heads / KV heads")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "tile_equivalence.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     hq, hkv = map(int, arguments.heads.split("/"))
     card, latency = torch.cuda.get_device_name(), latency_ns()
     torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.training_cells import milliseconds, random_inputs
+from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
 
 TOKENS, WIDTH = 16384, 4096  # WIDTH: of all heads together
@@ -72,8 +73,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES))
     parser.add_argument("--head-dim", type=int, default=128)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.exit(1, "training_tiles.py: torch finds no CUDA device: expected an NVIDIA GPU\n")
+    need_gpu()
     card = torch.cuda.get_device_name()
     name = "-".join(["flash-tiles", short_name(card), str(options.head_dim), *options.passes])
     print(write_result(name, {"card": card, "rows": sweep(options.head_dim, options.passes)}, "triton"))

@@ -1,7 +1,9 @@
 """Values of a command line that are checked: argparse names the option of one that is not accepted."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -34,6 +36,15 @@ def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def need_gpu(instead: str = "") -> None:
+    """Ends the script with a sentence where torch finds no GPU. instead: what it takes there. The number of GPUs is
+    asked for, which starts no CUDA in a process that engines fork."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        sys.exit(f"{Path(sys.argv[0]).name}: torch finds no CUDA device: expected an NVIDIA GPU{instead}")
 
 
 def no_options(description: str | None) -> None:

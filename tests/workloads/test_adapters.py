@@ -185,3 +185,16 @@ with counted():
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert done.stdout.strip() == "{'trunkattn_steps_total decode': 4.0}"
+
+
+@pytest.mark.parametrize("script", [equality, serving, steady, tpot])
+def test_a_script_says_that_it_needs_a_gpu(
+    script: Any, model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--engine", engine] + ([] if script is equality else ["--model", str(model)])
+    given += ["--workloads", "conversation"] if script is serving else []
+    monkeypatch.setattr(sys, "argv", [f"folder/{script.__name__.rpartition('.')[2]}.py", *given])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    others = ", or --device cpu" if engine == "sglang" else ""
+    with pytest.raises(SystemExit, match=f"^[a-z]+.py: torch finds no CUDA device: expected an NVIDIA GPU{others}$"):
+        script.main()
