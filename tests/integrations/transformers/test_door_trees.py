@@ -116,6 +116,18 @@ def test_a_model_that_has_been_given_another_attention_refuses_a_tree() -> None:
     assert model(**BATCH).logits.shape == (1, 17, 50)
 
 
+@pytest.mark.parametrize("asked", ["trunkattn", {"": "trunkattn"}])
+def test_a_model_that_takes_no_attention_but_its_own_refuses_a_tree(asked: str | dict[str, str]) -> None:
+    """transformers only warns that it leaves such a model as it is, and the model takes any keyword."""
+    register()
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4))
+    model.set_attn_implementation(asked)
+    batch = {"input_ids": BATCH["input_ids"]}
+    with pytest.raises(ValueError, match="tree is given and BloomForCausalLM has attn_implementation='eager', which"):
+        model(**batch, tree=BATCH["tree"])
+    assert model(**batch).logits.shape == (1, 17, 50)
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [

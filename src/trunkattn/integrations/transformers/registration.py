@@ -1,8 +1,9 @@
 """`register`, and a look at each tree before a model computes with it.
 
 Models of transformers take any keyword, and some drop those that they do not know before they call their attention.
-Without a tree its packed tokens are a row like any other, so that attention itself cannot tell. A model that takes ours
-therefore gets a hook, which raises before anything is computed. Under torch.compile the hook does nothing.
+Without a tree its packed tokens are a row like any other, so that attention itself cannot tell. A model that takes
+ours, or that was asked to, therefore gets a hook, which raises before anything is computed. Under torch.compile the
+hook does nothing.
 """
 
 import inspect
@@ -25,18 +26,37 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
-    chosen = PreTrainedModel.get_correct_attn_implementation
+    chosen, given = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
     if chosen.__globals__ is globals():
         return
 
     @wraps(chosen)
     def watched(model: PreTrainedModel, *arguments: Any, **options: Any) -> str:
         found = chosen(model, *arguments, **options)
-        if found == NAME and look_at_tree not in model._forward_pre_hooks.values():
-            model.register_forward_pre_hook(look_at_tree, with_kwargs=True)
+        if found == NAME:
+            _watch(model)
         return found
 
+    @wraps(given)
+    def asked(model: PreTrainedModel, attn_implementation: Any, *arguments: Any, **options: Any) -> None:
+        given(model, attn_implementation, *arguments, **options)
+        if _names_ours(attn_implementation):  # which a model with an attention of its own does not choose
+            _watch(model)
+
     setattr(PreTrainedModel, chosen.__name__, watched)  # mypy takes no method for another
+    setattr(PreTrainedModel, given.__name__, asked)
+
+
+def _watch(model: PreTrainedModel) -> None:
+    if look_at_tree not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(look_at_tree, with_kwargs=True)
+
+
+def _names_ours(attn_implementation: Any) -> bool:
+    """Whether a name, or one of those that sub-models are given, is that of our attention."""
+    if isinstance(attn_implementation, dict):
+        return any(map(_names_ours, attn_implementation.values()))
+    return bool(attn_implementation == NAME)
 
 
 def look_at_tree(model: PreTrainedModel, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
