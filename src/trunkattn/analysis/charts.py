@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import trunkattn.analysis.figures as figures
@@ -150,7 +151,7 @@ def time_chart(moments: Sequence[Moment]) -> Chart | None:
         return None
     top = 1.08 * max(moment.step_us for moment in busy) / 1000
     curves = [
-        Curve(name, shade, _path(_over_time(moments, lambda one, field=field: _step_ms(one, field), top)), [])  # type: ignore[misc]
+        Curve(name, shade, _path(_over_time(moments, partial(_step_ms, field=field), top)), [])
         for name, shade, field in (("one by one", "unshared", "step_us"), ("shared", "read", "shared_step_us"))
     ]
     ticks = [Tick(100 - 100 * value / top, text) for value, text in _ticks(top, 5, lambda value: f"{value:g} ms")]

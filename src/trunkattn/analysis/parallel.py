@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, TypeVar
 
@@ -38,7 +39,7 @@ def run_all(
         progress(sum(map(float.__mul__, done, map(float, weights))) / max(1e-9, sum(weights)))
 
     if num_workers == 1 or len(tasks) == 1:
-        return [task(lambda share, number=number: note(number, share)) for number, task in enumerate(tasks)]  # type: ignore[misc]
+        return [task(partial(note, number)) for number, task in enumerate(tasks)]
     results: dict[int, Result] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     waiting = sorted(range(len(tasks)), key=lambda number: -weights[number])
