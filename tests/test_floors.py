@@ -62,19 +62,20 @@ GPU_FLOORS = MappingProxyType(
         "mla/spec": 1,
         "hopper/spec": 2,
         "kernel": 3,
-        "arrays": 4,
-        "portable": 5,
-        "hopper": 5,
-        "overlap": 5,
-        "chunk_planner": 5,
-        "mla": 6,  # reads the work list as the other two do
-        "launch": 6,
-        "step_choice": 6,
-        "device_planner": 7,
-        "step": 7,
-        "steps": 8,
-        "attention": 9,
-        "compile_planner": 10,  # a program: nothing imports it
+        "launch_order": 4,
+        "arrays": 5,
+        "portable": 6,
+        "hopper": 6,
+        "overlap": 6,
+        "chunk_planner": 6,
+        "mla": 7,  # reads the work list as the other two do
+        "launch": 7,
+        "step_choice": 7,
+        "device_planner": 8,
+        "step": 8,
+        "steps": 9,
+        "attention": 10,
+        "compile_planner": 11,  # a program: nothing imports it
     }
 )
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one

@@ -11,7 +11,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper.decode import DecodeArguments
 from trunkattn.gpu.hopper.spec import DECODE, Source, source_of
@@ -20,6 +20,7 @@ from trunkattn.gpu.hopper.spec import decode_tiles as taken_tiles
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.launch import execute
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import decode, merge
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions, Lists
+from trunkattn.gpu.arrays import GpuPlan, Lists
 from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper import prefill_decode
@@ -18,6 +18,7 @@ from trunkattn.gpu.hopper.spec import BOTH_KEYS, BOTH_ROWS, refuses_both
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.launch import execute
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import decode, merge, prefill
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles

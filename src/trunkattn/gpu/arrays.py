@@ -1,4 +1,4 @@
-"""The arrays of a plan on the device, and the launches that read them.
+"""The arrays of a plan on the device.
 
 Only `Arrays.place` copies lists to the device. Without a capacity, a step gets arrays of its own size. With one,
 `Arrays.reserve` makes arrays that hold any step of the capacity, and launches of fixed size for a CUDA graph.
@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from trunkattn.gpu.cards import Card
-from trunkattn.gpu.kernel import Kernels, Work, kernel_named
-from trunkattn.gpu.layer import Geometry, Pdl, Tensors
-from trunkattn.gpu.tiles import PORTABLE_DECODE, GpuTile, MergeTile, PrefillTile
+from trunkattn.gpu.kernel import Kernels, Work
+from trunkattn.gpu.launch_order import Launch, LaunchOrder
+from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
 from trunkattn.gpu.workspace import counted_zeros
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
@@ -31,31 +32,6 @@ from trunkattn.planner.work_list import (
 )
 
 Int32Array = NDArray[np.int32]
-
-
-class Launch(NamedTuple):
-    """One launch of a plan.
-
-    kernel: the name of its kernel. num_ctas: size of its grid.
-    buckets: the buckets of the tile list whose items it computes, ascending: one tile's, or those of all tiles of a
-    kernel. Empty for a launch that computes no items, such as a merge.
-    spread: if items are few, spread them so that no SM gets two CTAs with work while another has none, even if an
-    earlier launch still occupies some SMs. counts: the array that says where the buckets begin.
-    """
-
-    kernel: str
-    work: Work
-    num_ctas: int
-    buckets: tuple[int, ...] = ()
-    spread: bool = False
-    counts: str = "counts"
-
-
-class LaunchOptions(NamedTuple):
-    """Options of a launch. pdl: programmatic dependent launch. return_lse: whether it also writes log-sum-exps."""
-
-    pdl: Pdl
-    return_lse: bool
 
 
 @dataclass(frozen=True)
@@ -172,6 +148,7 @@ class Arrays:
     def __init__(self, kernels: Kernels, card: Card, device: torch.device, streams: bool = False) -> None:
         """Makes arrays on a device. streams: independent launches run on separate streams (PAT §6)."""
         self._kernels, self._card, self._device, self._streams = kernels, card, device, streams
+        self._order = LaunchOrder(kernels, card, streams)
 
     def place(self, lists: Lists, geometry: Geometry, into: GpuPlan | None = None) -> GpuPlan:
         """Starts the copy of lists to the device. into: a reserved plan with room for them, whose captured launches
@@ -188,13 +165,13 @@ class Arrays:
     def _of_size(self, lists: Lists, host: dict[str, Int32Array], geometry: Geometry) -> GpuPlan:
         counts = np.diff(host["counts"][:-1])
         merged = len(lists.tiles.merge_queries) * geometry.num_qo_heads
-        launches = self._decode_launches(counts, geometry.num_kv_heads, self._merge_early(lists))
+        launches = self._order.decodes(counts, geometry.num_kv_heads, self._merge_early(lists))
         if num_merges := self._kernels.merge_tile.most_tasks(merged):
-            launches.append(self._merge_launch(num_merges))
+            launches.append(self._order.merge(num_merges))
         chunks = None
         if lists.chunks:
             chunks = self._chunks_of_size(lists.chunks, geometry, lists.num_overlapped > 0)
-            launch = self._chunk_launch(chunks, lists.num_overlapped > 0)
+            launch = self._order.chunks(chunks.num_ctas, lists.num_overlapped > 0)
             launches = [launch, *launches] if launch.num_ctas else launches
         sizes = {name: aligned(array.size) for name, array in host.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
@@ -218,10 +195,10 @@ class Arrays:
             "segments": SEGMENT_COLUMNS * limits.segments,
         }
         sizes = {name: aligned(size) for name, size in sizes.items()}
-        launches, chunks = [*self._decode_launches(), self._merge_launch()], None
+        launches, chunks = [*self._order.decodes(), self._order.merge()], None
         if chunk_limits:
             chunks = self._reserve_chunks(chunk_limits, geometry)
-            launches.insert(0, self._chunk_launch(chunks, self._kernels.both is not None))
+            launches.insert(0, self._order.chunks(chunks.num_ctas, self._kernels.both is not None))
         flat = counted_zeros((sum(sizes.values()),), torch.int32, self._device)
         summary = torch.zeros(3, dtype=torch.int64, device=self._device)
         return self._plan(flat, sizes, launches, geometry, chunks, summary)
@@ -252,70 +229,6 @@ class Arrays:
         """Whether items that merge can share a launch with other items of their tile: this holds if nothing that they
         merge is computed in that launch or at the same time."""
         return lists.tiles.merges_taller and not self._streams and not lists.num_overlapped
-
-    def _decode_launches(
-        self, counts: Int32Array | None = None, num_kv_heads: int = 1, merge_early: bool = False
-    ) -> list[Launch]:
-        """The launches of rows of tiles. counts: items of each bucket, and an empty bucket gets no launch; None: the
-        numbers are unknown, and each launch fills the device."""
-        if counts is None:
-            return [self._decode_launch(buckets) for buckets in self._groups()]
-        items = counts.tolist()
-        sums = {buckets: sum(items[bucket] for bucket in buckets) for buckets in self._groups_of(items, merge_early)}
-        return [self._decode_launch(buckets, num * num_kv_heads) for buckets, num in sums.items() if num]
-
-    def _decode_launch(self, buckets: tuple[int, ...], num_ctas: int | None = None) -> Launch:
-        """The launch of some buckets. num_ctas: size of its grid; None: it fills the device."""
-        tiles, num_sms = self._kernels.tiles, self._card.num_sms
-        lowest = tiles[buckets[0] % len(tiles)]
-        kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
-        work = kernel_named(kernel).work
-        if num_ctas is not None:
-            return Launch(kernel, work, num_ctas, buckets)
-        if buckets == (0,) and self._queues:
-            return Launch(kernel, work, num_sms * lowest.queued_per_sm, buckets)
-        ctas_per_sm = max(tiles[bucket % len(tiles)].ctas_per_sm for bucket in buckets)
-        return Launch(kernel, work, num_sms * ctas_per_sm, buckets, spread=True)
-
-    @property
-    def _queues(self) -> bool:
-        """Whether a plan of fixed size launches more CTAs of the lowest tile than run at once."""
-        lowest, *taller = self._kernels.tiles
-        return lowest.queued_per_sm > 0 and all(tile.one_launch for tile in taller)
-
-    def _groups(self) -> list[tuple[int, ...]]:
-        """The buckets of each launch of a plan of fixed size: first of all tiles that share a launch, then of each
-        other tile, tall ones first. In the lowest tile, items that merge are launched with those that do not."""
-        tiles = self._kernels.tiles
-        together = tuple(bucket for bucket, tile in enumerate(tiles) if tile.one_launch)
-        groups: list[tuple[int, ...]] = [(bucket,) for bucket in range(len(tiles)) if bucket not in together]
-        if groups and tiles[0].merges and not self._streams and not self._queues:
-            groups[0] = (0, len(tiles))
-        return [*([together] if together else []), *reversed(groups)]
-
-    def _groups_of(self, counts: list[int], merge_early: bool) -> list[tuple[int, ...]]:
-        """The buckets of each launch of a plan whose items are known: one launch per bucket, tall tiles first, then the
-        buckets that merge. A launch of a few long items would idle the card, so the two buckets of the lowest tile
-        share one where possible."""
-        heights = len(self._kernels.tiles)
-        lowest_together = merge_early and counts[0] and counts[heights]
-        tall = [(bucket,) for bucket in range(heights - 1, 0, -1)]
-        tall_that_merge = [(bucket,) for bucket in range(2 * heights - 1, heights, -1)]
-        if lowest_together:
-            return [*tall, (0, heights), *tall_that_merge]
-        return [*tall, (0,), *tall_that_merge, (heights,)]
-
-    def _merge_launch(self, num_tasks: int | None = None) -> Launch:
-        """The launch of the merges that no item does. num_tasks: number of merge tasks; None: unknown."""
-        most = self._card.num_sms * self._kernels.merge_tile.ctas_per_sm
-        return Launch("portable merge", Work.MERGE, most if num_tasks is None else min(num_tasks, most))
-
-    def _chunk_launch(self, chunks: ChunkArrays, overlapped: bool) -> Launch:
-        if overlapped:
-            assert self._kernels.both
-            return Launch(self._kernels.both.name, Work.BOTH, self._card.num_sms)
-        assert self._kernels.prefill and self._kernels.prefill.kernel
-        return Launch(self._kernels.prefill.kernel.name, Work.PREFILL, chunks.num_ctas)
 
     def _prefill_tile(self, window: int) -> PrefillTile:
         assert self._kernels.prefill_tile

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import torch
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import layer_key
 from trunkattn.gpu.kernel import Work, kernel_named, portable_kernel
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Pdl, Tensors
 
 Run = Callable[[Tensors], None]

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import (
@@ -53,6 +53,7 @@ from trunkattn.gpu.hopper.pipeline import (
 )
 from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
 from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16, kind_of, staged_descriptor
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Geometry, Pdl, Tensors
 from trunkattn.gpu.portable.spec import WIDE
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START

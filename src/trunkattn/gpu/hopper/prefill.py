@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.arrays import ChunkArrays, GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import ChunkArrays, GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
@@ -50,6 +50,7 @@ from trunkattn.gpu.hopper.pipeline import (
     load_block,
     make_pipeline,
 )
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.planner.work_list import (
     DIRECT,

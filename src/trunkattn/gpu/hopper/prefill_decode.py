@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper import prefill, spec
 from trunkattn.gpu.hopper.barriers import NUM_BARRIERS
@@ -59,6 +59,7 @@ from trunkattn.gpu.hopper.segments import (
     mask_columns,
     row_tiles_of,
 )
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.numerics import LOG2_E
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED

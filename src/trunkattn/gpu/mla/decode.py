@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import (
@@ -32,6 +32,7 @@ from trunkattn.gpu.hopper.common import (
 from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize
 from trunkattn.gpu.hopper.segments import row_tiles_of
 from trunkattn.gpu.hopper.widen import float16_factors, largest_of
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.mla.blocks import (
     HALF_DIM,

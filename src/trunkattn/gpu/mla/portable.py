@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.mla import spec
 from trunkattn.gpu.portable import arguments, decode

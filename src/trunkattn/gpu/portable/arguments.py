@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from trunkattn.gpu.arrays import LaunchOptions
+from trunkattn.gpu.launch_order import LaunchOptions
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.numerics import padded_head_dim
 

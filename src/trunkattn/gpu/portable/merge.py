@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.online_softmax import LN_2, NEG_INF, Softmax, add_partials, empty_state, sink_divisor

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.arrays import GpuPlan, Launch, LaunchOptions
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.arguments import Modifiers, Operands, Strides
