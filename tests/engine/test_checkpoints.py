@@ -83,9 +83,18 @@ def test_a_configuration_that_quantizes_is_refused(folder: Path, key: str) -> No
         inspect_model(folder)
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_a_file_that_says_how_weights_are_quantized_is_a_reason_to_refuse(folder: Path, name: str) -> None:
+    (folder / name).write_text('{"bits": 4, "group_size": 128}')
+    with pytest.raises(ValueError, match=rf"quantized \({name} says how\)"):
+        inspect_model(folder)
+
+
 @pytest.mark.parametrize(("algorithm", "refused"), [("FP8", True), (None, False)])
-def test_modelopts_own_file_is_read(folder: Path, algorithm: str | None, refused: bool) -> None:
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+@pytest.mark.parametrize("within", [True, False])
+def test_modelopts_own_file_is_read(folder: Path, algorithm: str | None, refused: bool, within: bool) -> None:
+    said = {"quant_algo": algorithm}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said} if within else said))
     if not refused:
         inspect_model(folder)
         return

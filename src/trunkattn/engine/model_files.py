@@ -29,6 +29,7 @@ from trunkattn.validate import check_int
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION_CONFIG, ADAPTER_CONFIG = "generation_config.json", "adapter_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")  # of AutoGPTQ and AutoAWQ before config.json had it
 QUANTIZATION_KEYS = ("compression_config", "quantization", "quant_config")  # quantization_config is transformers' own
 # Types in which models store weights, masks and indices. Any other holds quantised numbers, and their scales elsewhere.
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
@@ -214,8 +215,10 @@ def _are_equal(*places: tuple[str, Path]) -> bool:
 def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError if the folder says, elsewhere than transformers looks, that its weights are quantized."""
     found = [f"config.json has {key}" for key in QUANTIZATION_KEYS if config.get(key)]
+    found += [f"{name} says how" for name in QUANTIZATION_FILES if (folder / name).is_file()]
     if (folder / MODELOPT_CONFIG).is_file():
-        quantization = _read_json(folder / MODELOPT_CONFIG).get("quantization") or {}
+        content = _read_json(folder / MODELOPT_CONFIG)
+        quantization = content.get("quantization", content) or {}
         method = quantization.get("quant_algo") if isinstance(quantization, Mapping) else quantization
         found += [f"{MODELOPT_CONFIG} has quant_algo {method!r}"] if method else []
     if found:
