@@ -78,6 +78,16 @@ def test_pages_and_windows(page_size: int, window: int | None) -> None:
     step.assert_accurate(*Interpreted(step, 4, 0, prefill=SMALL, chunk_policy=policy).run())
 
 
+def test_blocks_that_need_no_mask_begin_and_end_anywhere() -> None:
+    """Chunks of a whole tile, one request after another a token shorter: the diagonal and the edge of a window are at
+    every place of a block."""
+    number, config = SMALL.block_n, AttentionConfig(1, 1, 16, SMALL.block_n, torch.float32)
+    batch = chunks_of(f"{number}_170", [SMALL.block_m] * number, config.page_size)
+    batch = replace(batch, seq_lens=batch.seq_lens - np.arange(number, dtype=np.int32))
+    step = random_step(8, config, batch, window=71)
+    step.assert_accurate(*Interpreted(step, 132, 0, prefill=SMALL, chunk_policy="per_query").run())
+
+
 def test_a_tile_whose_rows_see_different_ranges() -> None:
     """Under a window of 5, rows of one item see nothing of each other's keys: blocks before, between and after."""
     step = replace(random_step(2, CONFIG, chunks_of("1,3_48,90", [80, 90, 1])), window=5)
