@@ -50,14 +50,15 @@ def config_of(heads: int, page_size: int = 16, **options: Any) -> AttentionConfi
 
 
 def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and a cache with NaN behind every sequence."""
+    """q and a cache of rows and pages that lie apart, with NaN between them and behind every sequence."""
     q = torch.randn(int(batch.query_start_loc[-1]), config.num_qo_heads, config.head_dim).to(config.dtype)
-    cache = torch.full((batch.num_pages, batch.page_size, config.head_dim), torch.nan)
+    wide = torch.full((batch.num_pages, batch.page_size + 1, config.head_dim + 16), torch.nan)
+    cache = wide[:, 1:, : config.head_dim]
     for row, length in enumerate(batch.seq_lens.tolist()):
         token = torch.arange(length)
         page = torch.from_numpy(batch.block_table[row]).long()[token // batch.page_size]
         cache[page, token % batch.page_size] = torch.randn(length, config.head_dim)
-    return q, cache.to(config.cache_dtype)
+    return q, wide.to(config.cache_dtype)[:, 1:, : config.head_dim]
 
 
 def arguments(q: Any, cache: torch.Tensor, k_scale: float | None = None) -> LayerInputs:
@@ -113,10 +114,13 @@ def test_trees_of_requests_equal_the_oracle(
     assert_equals_oracle(GpuBackend(config, CPU), batch, window)
 
 
-@pytest.mark.parametrize("policy", ["auto", "per_query", "pat"])
-def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "heads", "window"), [("auto", 20, None), ("auto", 4, 9), ("per_query", 20, None), ("pat", 4, 9)]
+)
+def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str, heads: int, window: int | None) -> None:
+    """A tile holds one query token of 20 heads, and several of 4, of which a window hides different keys."""
     batch = replace(tree_batch(TREE, 16), query_lens=np.array([1, 3, 0, 40, 1, 7], np.int32))
-    step = assert_equals_oracle(GpuBackend(config_of(20, policy=policy), CPU), batch)
+    step = assert_equals_oracle(GpuBackend(config_of(heads, policy=policy), CPU), batch, window)
     assert step.gpu_plan.chunks is None
     assert {launch.work for launch in step.gpu_plan.launches} <= {Work.LATENT, Work.MERGE}
 
