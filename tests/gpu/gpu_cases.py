@@ -142,7 +142,8 @@ class Interpreted:
         return Planner(PlannerSpec(config.page_size, policy, model, split, tile_name=device.name))
 
     def run(self, return_lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse, from tensors that were full of NaN; so were the partials."""
+        """out and lse, from tensors that were full of NaN; so were the partials. Heads of q and out lie apart, between
+        NaN that nothing writes to."""
         step, config, batch, tile_list, chunks = self.step, self.step.config, self.batch, self.tile_list, None
         if self.division and self.prefill:
             tile_list, listed = join(tile_list, self.chunks.work, self.division)
@@ -161,12 +162,17 @@ class Interpreted:
         scale = ones / math.sqrt(config.head_dim) * (1 if config.logits_soft_cap else math.log2(math.e))
         for name in ("q_scale", "k_scale"):
             scale = scale * torch.as_tensor(step.options.get(name, 1.0))
-        out = torch.full((tokens, heads, config.value_dim), math.nan, dtype=config.dtype)
+        wide_q, wide_out = (
+            torch.full((tokens, heads + 1, width + 1), math.nan, dtype=config.dtype)
+            for width in (config.head_dim, config.value_dim)
+        )
+        q, out = wide_q[:, 1:, :-1].copy_(step.q), wide_out[:, 1:, :-1]
         lse = torch.full((tokens, heads), math.nan)
         tensors = Tensors(
-            step.q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
+            q, step.k_cache, step.v_cache, out, lse, torch.full((slots, heads, config.value_dim), math.nan),
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
         execute(plan, tensors, return_lse)
+        assert wide_out[:, 0].isnan().all() and wide_out[..., -1].isnan().all()
         return out, lse
