@@ -357,6 +357,23 @@ def test_more_tokens_than_a_gpu_counts_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    ("shape", "kv_heads", "message"),
+    [
+        ((1, 3, 2**17, 64), 2**17, "q has 131072 heads of 64: expected fewer than 8388608 numbers of a token on a GPU"),
+        ((1, 2**28, 16, 8), 1, "q has 268435456 tokens: expected at most 134217728 on a GPU, as 16 heads of q share"),
+    ],
+)
+def test_offsets_that_a_gpu_does_not_count_are_refused(
+    shape: tuple[int, ...], kv_heads: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeTensorMode():
+        q, k = (torch.empty(*shape[:2], heads, shape[3], device="cuda") for heads in (shape[2], kv_heads))
+        with pytest.raises(ValueError, match=message):
+            flash_attention(q, k, k, True)
+
+
+@pytest.mark.parametrize(
     ("lengths", "causal", "window", "unseen_keys", "blind_rows"),
     [
         ((5, 20), True, 4, 12, 0),

@@ -6,9 +6,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from trunkattn.numerics import MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS, MAX_INT32
+from trunkattn.numerics import GPU_OFFSET_END, MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS, MAX_INT32
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import check_is_tree
+from trunkattn.training.sequences import LARGEST_BLOCK
 from trunkattn.validate import check_dense, check_int, check_plain, check_positive
 
 DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
@@ -127,6 +128,19 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         raise ValueError(f"v has shape {tuple(v.shape)}: expected {expected}")
     if heads < 1 or k.shape[-2] < 1 or heads % k.shape[-2]:
         raise ValueError(f"k has {k.shape[-2]} heads: expected a divisor of q's {heads}")
+    if q.is_cuda and not compiling:
+        _check_offsets(q, heads // k.shape[-2], max(head_dim, v.shape[-1]))
+
+
+def _check_offsets(q: torch.Tensor, group_size: int, widest: int) -> None:
+    """Raises unless kernels on a GPU count in int32 what they do: a block of tokens, and the rows of a group."""
+    tokens, heads = q.shape[-3:-1]
+    if heads * widest * LARGEST_BLOCK >= GPU_OFFSET_END:
+        expected = f"fewer than {GPU_OFFSET_END // LARGEST_BLOCK} numbers of a token on a GPU"
+        raise ValueError(f"q has {heads} heads of {widest}: expected {expected}; attend with fewer heads at a time")
+    if tokens * group_size > GPU_OFFSET_END:
+        expected = f"at most {GPU_OFFSET_END // group_size} on a GPU, as {group_size} heads of q share one of k"
+        raise ValueError(f"q has {tokens} tokens: expected {expected}; attend to fewer sequences at a time")
 
 
 def _check_tree(tree: Any, q: torch.Tensor, k: torch.Tensor) -> None:
