@@ -212,24 +212,23 @@ def compile_hopper_prefill_decode(
 def compile_hopper_latent(target: Target, masked: bool = False, page_size: int = 64) -> Resources:
     """`latent_decode_kernel`, of 512 + 64 columns; as `compile_hopper_decode`."""
     from trunkattn.gpu.hopper.segments import RowTiles
-    from trunkattn.gpu.mla import arguments as latent
     from trunkattn.gpu.mla import decode
     from trunkattn.gpu.mla.spec import BLOCK_ROWS, NARROW_BLOCK_ROWS
 
     group_size = target.heads[2]
-    strides = {name: "i32" for name in latent.LatentLayer._fields if name.endswith("_stride")}
+    strides = {name: "i32" for name in decode.LatentLayer._fields if name.endswith("_stride")}
     in_dtype = dict.fromkeys(("q_latent", "q_rope", "out"), f"*{target.dtype}")
     is_narrow = target.kv_dtype == "fp8e4nv"
     segment_size = min(page_size, NARROW_BLOCK_ROWS if is_narrow else BLOCK_ROWS)
     bits, cached = (8, "u8") if is_narrow else (16, target.kv_dtype)
     layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=3)"
     arguments = _same(
-        latent.LatentArguments,
+        decode.LatentArguments,
         "i32",
-        layer=_same(latent.LatentLayer, "*fp32", **in_dtype, **strides),
+        layer=_same(decode.LatentLayer, "*fp32", **in_dtype, **strides),
         desc=f"tensordesc<{cached}[1, {segment_size}, {1024 // bits}],{layout}>",
-        work=latent.LatentWork(_same(RowTiles, "*i32"), counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
-        C=latent.constants(
+        work=decode.LatentWork(_same(RowTiles, "*i32"), counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
+        C=decode.constants(
             target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True, kv_bytes=bits // 8
         ),
     )

@@ -154,7 +154,7 @@ MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAI
     ("kernel", "write", "read", "order"),
     [
         ("latent_decode_kernel", (PAIRS, "shared.max_left"), (PAIRS, "first_max = shared.max_left"), sanitizer.NAMED),
-        ("latent_decode_kernel", (LATENT, "shared.q_rope.store"), (LATENT, "return shared.q_rope"), sanitizer.NAMED),
+        ("latent_decode_kernel", (LATENT, "shared.p_right"), (LATENT, "return shared.p_right"), sanitizer.NAMED),
         ("latent_decode_kernel", (LATENT, "shared.sum_left"), (LATENT, "row_sum = shared.sum_left"), sanitizer.NAMED),
         ("hopper_forward_kernel", (PRODUCER, "memory.info.index(i).store"), (TILES, "fields += ("), sanitizer.MBARRIER),
     ],
