@@ -1,5 +1,6 @@
 """Checks of the arguments of `BatchAttention`: everything that the host can see, before anything is computed."""
 
+import math
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -282,6 +283,9 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
     heads, dim, width = config.num_kv_heads, config.head_dim, config.value_dim
     q_shape = (num_query_tokens, config.num_qo_heads)
+    if device.type == "cuda" and math.prod(q_shape) > MAX_INT32:
+        expected = f"at most {MAX_INT32} rows on a GPU; compute fewer requests at a time"
+        raise ValueError(f"q has {num_query_tokens} tokens of {config.num_qo_heads} heads: expected {expected}")
     if inputs.q_rope is None:
         _tensor("q", inputs.q, (*q_shape, dim), config.dtype, device)
     else:

@@ -18,6 +18,7 @@ import torch
 from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.config import POLICIES
+from trunkattn.inputs import LayerInputs, check_layer
 from trunkattn.planner.planner import Planner
 
 from .cases import Step, random_step
@@ -354,3 +355,11 @@ def test_partial_results_that_no_memory_holds_are_refused(monkeypatch: pytest.Mo
         ):
             one_step(5, larger).plan(attention)
     assert torch.equal(step.run(attention)[0], expected)
+
+
+def test_rows_that_a_gpu_does_not_count_are_refused() -> None:
+    """No tensor is looked at before."""
+    inputs = LayerInputs(**{name: None for name in LayerInputs._fields} | {"return_lse": True})  # type: ignore[arg-type]
+    config = AttentionConfig(128, 128, 16, 16, torch.float16)
+    with pytest.raises(ValueError, match="q has 16777216 tokens of 128 heads: expected at most 2147483647 rows"):
+        check_layer(config, torch.device("cuda"), 2**24, inputs)
