@@ -71,9 +71,10 @@ def narrow() -> Section | None:
     text = f"""## A latent cache in fp8
 
 Our decoding with a cache of e4m3, whose rows are widened to float16 on their way to the tensor cores, beside the same
-with a bf16 cache and beside FlashMLA over e4m3; queries in bf16, pages of 64, cold L2 cache; µs. FlashMLA rounds queries
-and probabilities to e4m3, too, and multiplies 8-bit numbers: its largest error is {100 * peer_error:.0f}% of the largest
-output, ours {100 * error:.1f}%. It is faster where nothing is shared, and slower where few heads share much.
+with a bf16 cache and beside FlashMLA over e4m3; queries in bf16, pages of 64, cold L2 cache; µs. FlashMLA rounds
+queries and probabilities to e4m3, too, and multiplies 8-bit numbers. Its largest error is {100 * peer_error:.0f}% of
+the largest output, ours {100 * error:.1f}%. It is faster where nothing is shared, and slower where few heads share
+much.
 
 {folded(f"{len(rows)} batches", table(head, rows, 3))}
 

@@ -145,7 +145,7 @@ def test_anything_else_is_a_race(changes: dict[str, Any]) -> None:
     assert not sanitizer.verdict(hazards)[1]
 
 
-PAIRS, LATENT = "src/trunkattn/gpu/mla/pairs.py", "src/trunkattn/gpu/mla/decode.py"
+PAIRS, ROWS = "src/trunkattn/gpu/mla/pairs.py", "src/trunkattn/gpu/mla/rows.py"
 PRODUCER, TILES = "src/trunkattn/training/hopper/producer.py", "src/trunkattn/training/hopper/query_tiles.py"
 MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAIRS, "first_max = shared.max_left"))
 
@@ -154,8 +154,9 @@ MAXIMA = exchange("latent_decode_kernel", (PAIRS, "shared.max_left.store"), (PAI
     ("kernel", "write", "read", "order"),
     [
         ("latent_decode_kernel", (PAIRS, "shared.max_left"), (PAIRS, "first_max = shared.max_left"), sanitizer.NAMED),
-        ("latent_decode_kernel", (LATENT, "shared.p_right"), (LATENT, "return shared.p_right"), sanitizer.NAMED),
-        ("latent_decode_kernel", (LATENT, "shared.sum_left"), (LATENT, "row_sum = shared.sum_left"), sanitizer.NAMED),
+        ("latent_decode_kernel", (ROWS, "shared.q_rope"), (ROWS, "return shared.q_rope"), sanitizer.NAMED),
+        ("latent_decode_kernel", (ROWS, "shared.max_left"), (ROWS, "largest = gl.maximum(shared"), sanitizer.NAMED),
+        ("latent_decode_kernel", (ROWS, "shared.sum_left"), (ROWS, "row_sum = shared.sum_left"), sanitizer.NAMED),
         ("hopper_forward_kernel", (PRODUCER, "memory.info.index(i).store"), (TILES, "fields += ("), sanitizer.MBARRIER),
     ],
 )

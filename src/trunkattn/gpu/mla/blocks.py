@@ -235,7 +235,7 @@ def locate(segments, at, end, C: gl.constexpr):
 
 @gluon.jit
 def _expect_part(barrier, PART: gl.constexpr, BLOCKS: gl.constexpr, C: gl.constexpr):
-    """Says how many bytes TMA will write of a part of so many blocks."""
+    """Tells a barrier how many bytes TMA will write of a part. `BLOCKS` is the number of blocks."""
     BOXES: gl.constexpr = 1 if PART == ROPE else HALF_PARTS * PART_COLUMNS // C.box_columns
     mbarrier.expect(barrier, BLOCKS * C.block_rows * PART_COLUMNS * 2 * BOXES)
 

@@ -11,8 +11,8 @@ block:
     p0 · exp2(m0 - m1)     <- p1, m1, p0 ->
     left  += p1 · values of block 1         right += p0 · values of block 0
 
-Blocks of 64 rows that are the last of an odd number are added alone. Blocks of 32 rows always come in pairs, and all
-rows of a second block that does not exist are masked.
+If an item has an odd number of blocks of 64 rows, its last block is added without another. Blocks of 32 rows always
+come in pairs, and all rows of a second block that does not exist are masked.
 """
 
 from typing import Any, NamedTuple
