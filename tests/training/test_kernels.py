@@ -54,6 +54,13 @@ def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
         case.assert_padding_is_zero(results)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_edges_of_a_window_that_just_reach_a_block(causal: bool) -> None:
+    """With each number of keys another bound of the blocks that are read, or that need no mask, is at its edge."""
+    case = TrainingCase(((32, 81), (32, 86), (32, 89), (32, 94), (64, 74)), True, causal, (1, 1), 16, sliding_window=40)
+    case.assert_accurate(run(case, SQUARE, deterministic=True))
+
+
 def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
     """Else places plus or minus the window would not fit 32 bits on a card."""
     for window, within in ((None, UNLIMITED), (7, 7), (103, 103), (UNLIMITED, 103)):
