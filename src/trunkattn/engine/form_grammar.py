@@ -1,7 +1,7 @@
 """A form of answers as llguidance's grammar, and what is wrong with it before there is a model. No torch here."""
 
 import json
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from trunkattn.engine.form_limits import FormLimits, check_form, check_size
 from trunkattn.engine.sampling_params import StructuredOutputsParams
@@ -25,8 +25,20 @@ def library() -> Any:
     return llguidance
 
 
-def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> tuple[str, Any, str]:
-    """Name and value of the form that is given, and the form as a grammar.
+class FormGrammar(NamedTuple):
+    """The one form that is given: its name among the parameters, its value there, and the form as a grammar."""
+
+    name: str
+    value: Any
+    grammar: str
+
+    def refusal(self, reason: str | None) -> str:
+        """The message that it cannot be compiled."""
+        return f"structured_outputs: {self.name}={shown(self.value)}: expected a valid {self.name}; {reason}"
+
+
+def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> FormGrammar:
+    """The form as llguidance compiles it.
 
     Raises:
         ImportError: llguidance is missing.
@@ -34,22 +46,22 @@ def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> tuple[str, 
     """
     schema = None if form.json is None else _schema(form.json, limits)
     check_form(form, schema, limits)
-    name, value, rules = _rules_of(form, schema)
-    return name, value, library().LLMatcher.grammar_from_lark(rules + _EVERY_TOKEN)
+    found = _rules_of(form, schema)
+    return found._replace(grammar=library().LLMatcher.grammar_from_lark(found.grammar + _EVERY_TOKEN))
 
 
-def _rules_of(form: StructuredOutputsParams, schema: Any) -> tuple[str, Any, str]:
-    """Name and value of the form that is given, and its rules in llguidance's Lark syntax."""
+def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
+    """The form in llguidance's Lark syntax."""
     if form.json is not None:
-        return "json", form.json, f"start: %json {json.dumps(schema)}"
+        return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}")
     if form.json_object:
-        return "json_object", True, 'start: %json {"type": "object"}'
+        return FormGrammar("json_object", True, 'start: %json {"type": "object"}')
     if form.regex is not None:
         rules = json.loads(library().LLMatcher.grammar_from_regex(form.regex))
-        return "regex", form.regex, rules["grammars"][0]["lark_grammar"]
+        return FormGrammar("regex", form.regex, rules["grammars"][0]["lark_grammar"])
     if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
-        return "choice", form.choice, f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, form.choice))}"
-    return "grammar", form.grammar, str(form.grammar)
+        return FormGrammar("choice", form.choice, f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, form.choice))}")
+    return FormGrammar("grammar", form.grammar, str(form.grammar))
 
 
 def _quoted(text: str) -> str:
@@ -59,15 +71,10 @@ def _quoted(text: str) -> str:
 
 def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
     """Raises what `StructuredOutputs.start` would raise of a form, as far as no tokenizer is needed to see it."""
-    name, value, grammar = grammar_of(form, limits)
-    failure = library().LLMatcher.validate_grammar(grammar)
+    found = grammar_of(form, limits)
+    failure = library().LLMatcher.validate_grammar(found.grammar)
     if failure:
-        raise ValueError(refusal(name, value, _short(failure)))
-
-
-def refusal(name: str, value: Any, reason: str | None) -> str:
-    """The message about a form that cannot be compiled."""
-    return f"structured_outputs: {name}={shown(value)}: expected a valid {name}; {reason}"
+        raise ValueError(found.refusal(_short(failure)))
 
 
 def reason_of(matcher: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.engine.form_grammar import grammar_of, library, reason_of, refusal
+from trunkattn.engine.form_grammar import grammar_of, library, reason_of
 from trunkattn.engine.form_limits import FormLimits
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.interrupts import interruptible
@@ -104,7 +104,8 @@ class StructuredOutputs:
             ImportError: llguidance is missing.
             ValueError: the form is bad or over a limit, or the model's tokenizer cannot serve it.
         """
-        name, value, grammar = grammar_of(form, self._limits)
+        found = grammar_of(form, self._limits)
+        grammar = found.grammar
         with self._lock:
             matcher, failure = self._compiled.get(grammar), self._failed.get(digest(grammar))
         if matcher is None and failure is None:
@@ -114,19 +115,19 @@ class StructuredOutputs:
                 matcher, failure = None, reason_of(matcher)
         if matcher is None:
             self._remember(self._failed, digest(grammar), failure)
-            raise ValueError(refusal(name, value, failure))
+            raise ValueError(found.refusal(failure))
         state = GrammarState(matcher.deep_copy(), self._tokens.vocab_size, self._vocab_size)
         self._remember(self._compiled, grammar, matcher)
         return state
 
     def source(self, form: StructuredOutputsParams) -> str:
         """The grammar that a form is compiled from. Raises what `start` raises."""
-        name, value, grammar = grammar_of(form, self._limits)
+        found = grammar_of(form, self._limits)
         with self._lock:
-            failure = self._failed.get(digest(grammar))
+            failure = self._failed.get(digest(found.grammar))
             if failure is not None:
-                raise ValueError(refusal(name, value, failure))
-        return grammar
+                raise ValueError(found.refusal(failure))
+        return found.grammar
 
     def has_compiled(self, grammar: str) -> bool:
         """Whether the compiled form of a grammar is kept."""
