@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,13 @@ def test_an_open_page_delays_no_end_and_what_takes_too_long_is_cut_off_and_told(
             next(page.iter_lines())
             asking.start()
             wait_for(lambda: "trunkattn_running_sequences 1.0" in httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
+            half = HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)
+            half.putrequest("POST", "/v1/completions")
+            half.putheader("Content-Length", "100")
+            half.endheaders(b"{")
             process.send_signal(signal.SIGTERM)
+            cut_off = half.getresponse()
+            assert cut_off.status == 503 and "shutting down" in json.loads(cut_off.read())["error"]["message"]
             process.wait(PATIENCE)
         asking.join(PATIENCE)
     assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]

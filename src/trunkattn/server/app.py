@@ -90,7 +90,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
             service.close()
 
     app = FastAPI(title="TrunkAttention", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.service, app.state.live = service, live
+    app.state.service, app.state.live, app.state.ending = service, live, asyncio.Event()
     add_handlers(app)
     _add_model_paths(app, service)
     _add_text_paths(app, service)
@@ -109,7 +109,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_middleware(CheckHost, options=options)
     app.add_middleware(ReadTarget)
     app.add_middleware(CountRequests, metrics=metrics, routes=app.routes)
-    app.add_middleware(ReadRest)
+    app.add_middleware(ReadRest, ending=app.state.ending)
     return app
 
 

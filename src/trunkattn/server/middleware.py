@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trunkattn.server.engine_loop import EngineFailed
 from trunkattn.server.errors import error_response, failure
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.metrics import Metrics
@@ -36,10 +37,15 @@ _DRAIN_SECONDS: Final = 10.0
 class ReadRest:
     """Reads what is left of a body before an answer begins, or a connection that is to be closed ends with a reset, and
     a client that still sends does not see the answer. What a client sends only when it is asked to, or too slowly, is
-    not waited for."""
+    not waited for. Whatever has not arrived when the server ends gets 503.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    Args:
+        app: what is behind it.
+        ending: is set when the server ends its answers.
+    """
+
+    def __init__(self, app: ASGIApp, ending: asyncio.Event) -> None:
+        self._app, self._ending = app, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +57,7 @@ class ReadRest:
         async def read() -> Message:
             nonlocal is_held_back, is_complete
             is_held_back = False
-            part = await receive()
+            part = await (receive() if is_complete else self._arrived(receive))
             is_complete = is_complete or not part.get("more_body", False)
             return part
 
@@ -62,6 +68,18 @@ class ReadRest:
             await send(message)
 
         await self._app(scope, read, begin)
+
+    async def _arrived(self, receive: Receive) -> Message:
+        """The next message of the connection. Raises EngineFailed if the server ends before it."""
+        arriving, ending = asyncio.ensure_future(receive()), asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((arriving, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not arriving.done():
+                raise EngineFailed("the server is shutting down")
+            return arriving.result()
+        finally:
+            arriving.cancel()
+            ending.cancel()
 
 
 class CountRequests:
@@ -278,7 +296,7 @@ async def _drain(receive: Receive) -> None:
     while size < _DRAINED_BYTES and time.monotonic() < deadline:
         try:
             part: Any = await asyncio.wait_for(receive(), deadline - time.monotonic())
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, EngineFailed):
             return
         size += len(part.get("body", b""))
         if not part.get("more_body", False):

@@ -164,6 +164,7 @@ class AppServer(uvicorn.Server):
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._shutdown_seconds)
+        self._app.state.ending.set()
         await asyncio.to_thread(self._app.state.service.loop.stop)
 
 
