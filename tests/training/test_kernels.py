@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkattn import PrefixTree
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.backward import backward
 from trunkattn.training.forward import forward
@@ -16,7 +17,7 @@ from trunkattn.training.spec import FlashTile, fitting_tile, shared_bytes
 
 from ..attention.cases import fraction
 from .any_case import any_case
-from .training_cases import FEATURES, TABLE, TREES, Results, TrainingCase
+from .training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, tree_case
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,13 @@ def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
 def test_edges_of_a_window_that_just_reach_a_block(causal: bool) -> None:
     """With each number of keys another bound of the blocks that are read, or that need no mask, is at its edge."""
     case = TrainingCase(((32, 81), (32, 86), (32, 89), (32, 94), (64, 74)), True, causal, (1, 1), 16, sliding_window=40)
+    case.assert_accurate(run(case, SQUARE, deterministic=True))
+
+
+@pytest.mark.parametrize(("lengths", "window"), [((31, 24, 40), 18), ((17, 24, 40), 32), ((16, 47, 20), None)])
+def test_edges_of_a_tree_that_just_reach_a_block(lengths: tuple[int, ...], window: int | None) -> None:
+    """Of a trunk and two branches: the window's, or the last query of a block is the first of the second branch."""
+    case = tree_case(PrefixTree.from_segments((-1, 0, 0), lengths), heads=(1, 1), sliding_window=window)
     case.assert_accurate(run(case, SQUARE, deterministic=True))
 
 
