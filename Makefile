@@ -69,7 +69,7 @@ test-vllm: test-vllm-$(VLLM_NEWEST) test-vllm-$(VLLM_OLDEST)  ## Test the plug-i
 test-vllm-brief: .venv-vllm-$(VLLM_NEWEST)/.stamp
 	$(call VLLM_PYTEST,$(VLLM_NEWEST)) tests/integrations/vllm tests/integrations/test_register.py \
 		-k "not process and not cuda_tokens and not invariance and not hybrid and not compiled and not gemma and not gpt_oss and not qwen3 \
-		and not layers_that_read and not draft_model_with_windows and not eagle"
+		and not layers_that_read and not draft_model_with_windows and not an_eagle"
 
 test-vllm-all: $(VLLM_BETWEEN:%=test-vllm-%) test-vllm-$(VLLM_OVERLAID)  ## Test it in the others, one after another
 
