@@ -36,8 +36,8 @@ from trunkattn.gpu.mla.blocks import (
 from trunkattn.gpu.mla.spec import NARROW_BLOCK_ROWS
 
 _NARROW_WORDS, _WIDE_WORDS = gl.constexpr(16), gl.constexpr(32)  # of 64 columns
-# 64 or 128 columns of 8 bits: a thread has 16 bytes of a row, or two times. Eight threads that access memory at once
-# have rows that differ by 5, so that neither 8-bit nor 16-bit rows of a swizzled tile are in the same banks.
+# Layouts of 64 and of 128 columns of 8 bits. A thread has one run of 16 bytes of a row, or two. The two rows that eight
+# threads access at once differ in the bits of 5, so that neither 8-bit nor 16-bit rows of a swizzled tile share banks.
 _NARROW, _NARROW_PAIR = (
     gl.constexpr(
         gl.DistributedLinearLayout(
