@@ -130,7 +130,8 @@ def test_every_option_of_the_server_is_named() -> None:
         ("`stream_options`, `structured_outputs`", (protocol.StreamOptions, protocol.StructuredOutputs)),
         ("a message", (protocol.Message,)),
         ("a tool call", (protocol.ToolCall, protocol.FunctionCall)),
-        ("a part, a tool", (protocol.TextPart, protocol.Tool)),
+        ("a part", (protocol.TextPart,)),
+        ("a tool", (protocol.Tool,)),
     ],
 )
 def test_every_field_without_effect_is_named(where: str, bodies: tuple[type[Body], ...]) -> None:

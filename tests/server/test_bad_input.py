@@ -125,11 +125,20 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs", "expected logprobs=true"),
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    *(
+        (
+            path,
+            prompt | {"response_format": {"type": "json_object", "schema": {"type": "foo"}}},
+            "response_format",
+            "response_format: json={'type': 'foo'}: expected a valid json",
+        )
+        for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETE, {"prompt": "a"}))
+    ),
     (
-        CHAT,
-        {"messages": MESSAGES, "response_format": {"type": "json_object", "schema": {"type": "foo"}}},
+        COMPLETE,
+        {"prompt": "a", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "response_format: json={'type': 'foo'}: expected a valid json",
+        "response_format is given with structured_outputs: expected one of them",
     ),
     (
         CHAT,

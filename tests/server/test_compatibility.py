@@ -47,6 +47,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "cache_control": {
         "messages": [USER | {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]
     },
+    "parts as in /v1/responses": {
+        "messages": [
+            USER | {"content": [{"type": "input_text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}]},
+            SAID | {"content": [{"type": "output_text", "text": "x", "annotations": [], "logprobs": []}]},
+            USER,
+        ]
+    },
     "nulls": dict.fromkeys(("n", "stream", "logprobs", "temperature", "tools", "tool_choice", "stop", "functions")),
     "obfuscation": {"stream": True, "stream_options": {"include_obfuscation": False}},
     "fields without effect": {
@@ -57,6 +64,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "verbosity": "low",
         "prediction": {"type": "content", "content": "x"},
         "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
         "safety_identifier": "s",
         "modalities": ["text"],
     },
@@ -92,6 +100,8 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         return server.post("/tokenize", {"messages": [USER, message, USER]}).json()["tokens"]
 
     assert tokens(SAID | NULLS) == tokens(SAID)
+    for kind in ("text", "input_text", "output_text"):
+        assert tokens(SAID | {"content": [{"type": kind, "text": "x"}]}) == tokens(SAID)
     assert tokens({"role": "assistant", "content": None}) == tokens({"role": "assistant", "content": ""})
 
 
@@ -106,6 +116,11 @@ def test_the_model_reads_the_same_history(server: Server) -> None:
         ({"truncation_side": "right"}, "truncation_side='right': input should be 'left'"),
         ({"guided_json": {"type": "object"}}, "expected structured_outputs instead"),
         ({"modalities": ["audio"]}, "modalities[0]='audio'"),
+        ({"moderation": {"model": "m"}}, "this server moderates nothing"),
+        (
+            {"messages": [USER, SAID | {"content": [{"type": "thinking", "thinking": "y"}]}]},
+            "messages[1].content[0].type='thinking': expected reasoning_content of the message instead",
+        ),
         ({"max_output_tokens": 5}, "expected max_tokens instead"),
         ({"json_schema": {"type": "array"}}, "expected structured_outputs instead"),
         ({"function_call": {"name": "f"}}, "expected tool_choice instead"),
@@ -140,7 +155,6 @@ def test_a_name_that_would_be_missed_is_refused(server: Server, extra: dict[str,
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "expected structured_outputs instead"),
         ({"messages": [USER]}, "expected a request to /v1/chat/completions with it"),
         ({"tools": [TOOL]}, "expected a request to /v1/chat/completions with it"),
         ({"chat_template_kwargs": {"a": 1}}, "expected a request to /v1/chat/completions with it"),

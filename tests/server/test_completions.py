@@ -1,5 +1,6 @@
 """/v1/completions through the official client: every answer is the library's."""
 
+import json
 from typing import Any
 
 import pytest
@@ -34,6 +35,31 @@ def test_a_stream_adds_up_to_the_answer(server: Server, reference: LLM) -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+SCHEMA: Any = {"enum": ["trunk", "leaf"]}
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}},
+        {"type": "json_object", "schema": SCHEMA},
+    ],
+    ids=lambda wanted: wanted["type"],
+)
+def test_an_answer_of_a_schema(server: Server, wanted: Any) -> None:
+    answer = server.client().completions.create(
+        model=NAME, prompt=PROMPT, seed=1, extra_body={"response_format": wanted}
+    )
+    assert json.loads(answer.choices[0].text) in SCHEMA["enum"] and answer.choices[0].finish_reason == "stop"
+
+
+def test_text_is_the_form_of_any_answer(server: Server, reference: LLM) -> None:
+    answer = server.client().completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"response_format": {"type": "text"}}
+    )
+    assert answer.choices[0].text == greedy(reference, PROMPT)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,6 +12,7 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, told_as
+from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
@@ -101,7 +102,7 @@ class Chat:
         """The field that says what form the answer has."""
         if self._calls_are_forced:
             return "tools"
-        return "response_format" if self._body.structured_outputs is None else "structured_outputs"
+        return field_of_form(self._body)
 
     def _events(
         self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
@@ -156,9 +157,8 @@ class Chat:
             changes["logprobs"] = body.top_logprobs or 0
         if self._may_call and not self._calls_are_forced:
             changes["kept_special_token_ids"] = self._service.special_ids_of(self._parser.marks)
-        structured = forced or _structured(body)
-        if structured is not None:
-            changes["structured_outputs"] = structured
+        if forced is not None:
+            changes["structured_outputs"] = forced
         return changes
 
     def _forced_calls(self, rest: Rest) -> StructuredOutputsParams | None:
@@ -227,28 +227,6 @@ class Chat:
 def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
     reason = "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
     return {"finish_reason": reason, "stop_reason": answer.stop_reason}
-
-
-def _structured(body: ChatCompletionRequest) -> StructuredOutputsParams | None:
-    """The constraint of `response_format`."""
-    wanted = body.response_format
-    if wanted is None:
-        return None
-    if wanted.json_schema is not None and wanted.type != "json_schema":
-        message = f"response_format.type={wanted.type!r}: expected 'json_schema' where a json_schema is given"
-        raise BadRequest(message, "response_format.type")
-    if wanted.schema_ is not None and wanted.type != "json_object":
-        message = f"response_format.type={wanted.type!r}: expected 'json_object' where a schema stands beside it"
-        raise BadRequest(message, "response_format.type")
-    if wanted.type == "text":
-        return None
-    if body.structured_outputs is not None:
-        raise BadRequest("response_format is given with structured_outputs: expected one of them", "response_format")
-    if wanted.type == "json_object":
-        return StructuredOutputsParams(json=wanted.schema_ or {"type": "object"})
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise BadRequest("response_format.json_schema.schema is missing: expected a JSON schema", "response_format")
-    return StructuredOutputsParams(json=wanted.json_schema.schema_)
 
 
 def _logprobs(answer: CompletionOutput, first_token: int, num_top: int, rest: Rest) -> Written | None:

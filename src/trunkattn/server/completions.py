@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.errors import BadRequest
+from trunkattn.server.errors import BadRequest, told_as
+from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Rest
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
 from trunkattn.server.service import Caller, Service, num_places
@@ -61,7 +62,8 @@ class Completion:
                 token_ids = await service.tokens(prompt, name, body.add_special_tokens, truncates)
             else:
                 token_ids = prompt
-            submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
+            with told_as(field_of_form(body)):
+                submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
             checked.append(submission)
             if body.echo:
                 whole = is_text and submission.checked.token_ids == token_ids
@@ -82,7 +84,8 @@ class Completion:
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
-        outputs = await self._service.finished(submissions, self.id)
+        with told_as(field_of_form(self._body)):
+            outputs = await self._service.finished(submissions, self.id)
 
         def response(rest: Rest) -> str:
             choices = [
@@ -101,14 +104,15 @@ class Completion:
         """The response as server-sent events."""
         writer, newest = StreamWriter(), dict[int, RequestOutput]()
         progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
-        async for grown in self._service.grow(submissions, self.id):
-            output = newest[grown.prompt] = grown.output
-            told = progress[grown.prompt]
-            usage = usage_so_far(list(newest.values()), self._options)
-            work = partial(self._events, grown.prompt, output, told, usage, writer)
-            places = num_places(output, told.values(), self._body.return_token_ids)
-            for event in await self._service.render(places, work):
-                yield event
+        with told_as(field_of_form(self._body)):
+            async for grown in self._service.grow(submissions, self.id):
+                output = newest[grown.prompt] = grown.output
+                told = progress[grown.prompt]
+                usage = usage_so_far(list(newest.values()), self._options)
+                work = partial(self._events, grown.prompt, output, told, usage, writer)
+                places = num_places(output, told.values(), self._body.return_token_ids)
+                for event in await self._service.render(places, work):
+                    yield event
         if self._options.include_usage:
             whole = usage_of(list(newest.values()))
             yield writer.event(self._envelope([]) | {"usage": whole.as_json()})

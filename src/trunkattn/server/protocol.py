@@ -8,7 +8,7 @@ Source: https://platform.openai.com/docs/api-reference, https://docs.vllm.ai/en/
 """
 
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
@@ -167,8 +167,8 @@ class Sampling(Body):
     """
 
     without_effect = frozenset(
-        {"store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
-    )
+        {"store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    ) | {"safety_identifier"}
     refused = MappingProxyType(
         {
             **dict.fromkeys(_OTHER_FORMS, "expected structured_outputs instead"),
@@ -209,6 +209,7 @@ class Sampling(Body):
     truncation_side: Literal["left"] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -226,7 +227,6 @@ class CompletionRequest(Sampling):
         {
             **Sampling.refused,
             **dict.fromkeys(_OF_CHATS, "expected a request to /v1/chat/completions with it"),
-            "response_format": "expected structured_outputs instead",
             "max_completion_tokens": "expected max_tokens instead",
             "top_logprobs": "expected logprobs, a number, instead",
         }
@@ -238,16 +238,22 @@ class CompletionRequest(Sampling):
 
 
 def _text_type(given: Any) -> Any:
-    if isinstance(given, str) and given not in ("text", "refusal"):
+    if given == "thinking":
+        raise refuse("thinking", "expected reasoning_content of the message instead")
+    if isinstance(given, str) and given not in get_args(_TextType):
         raise refuse("part", "expected 'text'; this server reads no images, sounds or files")
     return given
+
+
+# The first is OpenAI's for chats, the next two are those of its responses, which vLLM takes in chats too.
+_TextType = Literal["text", "input_text", "output_text", "refusal"]
 
 
 class TextPart(Body):
     """A part of a message. Images and sounds are refused: nothing in a request makes the server fetch anything."""
 
-    without_effect = frozenset({"cache_control", "annotations"})
-    type: Annotated[Literal["text", "refusal"], BeforeValidator(_text_type)]
+    without_effect = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"})
+    type: Annotated[_TextType, BeforeValidator(_text_type)]
     text: str = ""
     refusal: str = ""
 
@@ -350,6 +356,7 @@ class ChatCompletionRequest(Sampling):
             "prompt": "expected messages instead",
             "functions": "expected tools instead",
             "audio": "this server makes only text; leave it out",
+            "moderation": "this server moderates nothing; leave it out",
             "web_search_options": "this server asks no other host; leave it out",
             "chat_template": "this server runs only the model's own template; leave it out",
             "documents": "expected the documents in messages instead",
@@ -365,7 +372,6 @@ class ChatCompletionRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     function_call: Annotated[Literal["none", "auto"], BeforeValidator(_function_call)] | None = None
-    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=LIMITS.modalities, fail_fast=True)] | None = None
     chat_template_kwargs: AnyJson | None = None
     add_generation_prompt: bool = True

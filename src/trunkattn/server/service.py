@@ -12,7 +12,7 @@ from trunkattn.engine.engine import CheckedRequest
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import ChatOptions, own_variables, render_template, unread_variables
-from trunkattn.engine.sampling_params import SamplingParams, StructuredOutputsParams
+from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.admission import Admission
 from trunkattn.server.body import LONGEST_NAME, Reading, closest
@@ -20,6 +20,7 @@ from trunkattn.server.conversation import as_read, check_arguments
 from trunkattn.server.engine_loop import EngineLoop, Submission
 from trunkattn.server.errors import TOO_LONG, AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
+from trunkattn.server.forms import form_of
 from trunkattn.server.intake import AnyBody, read_body
 from trunkattn.server.lanes import Lanes, Rest, no_rest
 from trunkattn.server.limits import LIMITS
@@ -203,12 +204,7 @@ class Service:
         values = {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
         if body.stop is not None:
             values["stop"] = tuple([body.stop] if isinstance(body.stop, str) else body.stop)
-        if body.structured_outputs is not None:
-            form = body.structured_outputs
-            with bad_request("structured_outputs"):
-                values["structured_outputs"] = StructuredOutputsParams(
-                    form.json_, form.regex, form.choice, form.grammar, form.json_object
-                )
+        values["structured_outputs"] = form_of(body)
         if body.stream_options is not None and not body.stream:
             raise BadRequest("stream_options is given without stream: expected stream=true", "stream_options")
         most, defaults = self.options.max_answer_tokens, self.llm.get_default_sampling_params()
