@@ -10,35 +10,47 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+class _Hold:
+    """A handler that keeps an interrupt for the one before it, which it calls at once for a second interrupt."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before, self._held = before, list[tuple[Any, ...]]()
+
+    def __call__(self, *arguments: Any) -> None:
+        self._held.append(arguments)
+        if len(self._held) > 1:
+            self._before(*arguments)
+
+    def release(self) -> None:
+        """Puts the handler before back, and gives it the interrupt that was kept."""
+        signal.signal(signal.SIGINT, self._before)
+        if len(self._held) == 1:
+            self._before(*self._held[0])
+
+
 @contextmanager
 def held_interrupts() -> Iterator[None]:
     """Holds a KeyboardInterrupt back until the block ends; a second one does not wait.
 
     Within a step it would leave a lock taken or a sequence half recorded, and code that Numba compiled can crash when
-    its call is interrupted. Only the main thread gets interrupts; in other threads the block simply runs.
+    its call is interrupted. Only the main thread gets interrupts; in other threads the block simply runs, and so does a
+    block within another one, which holds the interrupt already.
 
     Example:
         >>> with held_interrupts():
         ...     pass
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    is_main = threading.current_thread() is threading.main_thread()  # asked first: signals cost microseconds
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before) or isinstance(before, _Hold):
         yield
         return
-    held: list[tuple[Any, ...]] = []
-
-    def hold(*arguments: Any) -> None:
-        held.append(arguments)
-        if len(held) > 1:
-            before(*arguments)
-
+    hold = _Hold(before)
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if len(held) == 1:
-            before(*held[0])
+        hold.release()
 
 
 def interruptible(work: Callable[[], Result]) -> Result:

@@ -123,6 +123,22 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert reached == [1] and signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_block_within_another_leaves_the_interrupt_to_it() -> None:
+    """A plan is such a block within a step of the engine, of which the second interrupt must end both."""
+    reached = list[str]()
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("inner")
+        reached.append("outer")
+    assert reached == ["inner", "outer"]
+    with pytest.raises(KeyboardInterrupt), held_interrupts(), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after the second")
+    assert reached == ["inner", "outer"]
+
+
 def test_other_threads_and_other_handlers_are_left_alone() -> None:
     done: list[bool] = []
 
