@@ -227,10 +227,17 @@ def too_large(policy: str, made: str) -> str:
 def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSpec) -> Planned:
     per_tile = spec.model.queries_per_tile
     try:
-        packs = policies.collect_packs(last.forest, packing.start, _first_visible(batch))
-        work = WorkList(
-            *_work_list_arrays(packs, batch.seq_lens, batch.query_start_loc, batch.window, per_tile, spec.rule)
+        arrays, num_packs = _work_list_arrays(
+            last.forest,
+            packing.start,
+            _first_visible(batch),
+            batch.seq_lens,
+            batch.query_start_loc,
+            batch.window,
+            per_tile,
+            spec.rule,
         )
+        work = WorkList(*arrays)
         if len(work.queries) > MAX_INT32:
             raise OverflowError("query tokens of items")
     except MemoryError as error:
@@ -241,7 +248,7 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
     return Planned(
         work=work,
         batch=kept,
-        num_packs=len(packs.kv_row),
+        num_packs=num_packs,
         policy=packing.policy,
         reason=packing.reason,
         spec=spec,
@@ -249,11 +256,13 @@ def _assemble(last: _Last, packing: _Packing, batch: StepTables, spec: PlannerSp
 
 
 @njit
-def _work_list_arrays(packs, seq_lens, query_start_loc, window, queries_per_tile, rule):
-    """The arrays of a WorkList."""
+def _work_list_arrays(forest, start, first_visible, seq_lens, query_start_loc, window, queries_per_tile, rule):
+    """The arrays of a WorkList, and the number of packs. This is one call for all steps, because arrays take time on
+    their way between Python and compiled code."""
+    packs = policies.collect_packs(forest, start, first_visible)
     tiles = cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile)
     splits = split_tiles(rule, tiles.tiles)
-    return emit(packs, tiles, splits, window, rule, query_start_loc[-1])
+    return emit(packs, tiles, splits, window, rule, query_start_loc[-1]), len(packs.kv_row)
 
 
 @njit
