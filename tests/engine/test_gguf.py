@@ -14,7 +14,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trunkattn.engine import LLM, SamplingParams
 from trunkattn.engine.gguf_header import read_header
-from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.model import inspect_model, load_tokenizer
 
 HIDDEN, INNER, VOCAB, HEAD_DIM, CONTEXT = 64, 128, 300, 16, 256
@@ -100,6 +99,11 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]
         FACTORS,
         {"rope_type": "longrope", "attention_factor": 1.25, **LONGROPE},
     ),
+    "longrope, no factor of attention": (
+        {"rope.scaling.original_context_length": 200, "rope.scaling.factor": 1.0},
+        FACTORS,
+        {"rope_type": "longrope", "attention_factor": 1.0, **LONGROPE},
+    ),
 }
 
 
@@ -121,7 +125,9 @@ def test_rope_scaling_is_taken_over(tmp_path: Path, kind: str) -> None:
     llm = LLM(write_gguf(tmp_path / "scaled.gguf", keys, tensors), num_pages=20)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert llm.generate([PROMPT], params)[0].outputs[0].token_ids == expected[0, len(PROMPT) :].tolist()
-    assert llm.info.max_model_len == (200 if kind == "longrope" else CONTEXT)
+    taken = llm.info.config.rope_parameters
+    assert {**taken, **(rope or {})} == taken
+    assert llm.info.max_model_len == (200 if kind.startswith("longrope") else CONTEXT)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -137,6 +143,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_freqs.weight": RAMP},
     ),
     r"rope_factors_long\.weight": ({}, FACTORS),
+    r"rope_factors_short\.weight, llama\.rope\.scaling\.factor": (
+        {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 200},
+        FACTORS,
+    ),
     r"rope_freqs\.weight, llama\.rope\.scaling\.factor": (
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
         {"rope_freqs.weight": RAMP},
@@ -263,22 +273,24 @@ def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, key: str, valu
         inspect_model(write_gguf(tmp_path / "m.gguf", {key: value}))
 
 
-@pytest.mark.parametrize(("wanted", "architecture"), [(True, "llama"), (False, "llama"), (False, "gemma2")])
-def test_a_space_before_a_text_is_the_files(tmp_path: Path, wanted: bool, architecture: str) -> None:
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, architecture)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 3)
-    writer.add_add_space_prefix(wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    header = read_header(path)
-    if architecture == "llama" and not wanted:
-        with pytest.raises(ValueError, match="add_space_prefix=False"):
-            gguf_tokenizer(header)
-    else:
-        gguf_tokenizer(header)
+SAMPLING = {"temp": 0.25, "top_k": 20, "top_p": 0.5, "min_p": 0.125, "penalty_repeat": 1.0, "penalty_last_n": 64}
+
+
+def test_tokens_are_drawn_as_a_file_says(tmp_path: Path) -> None:
+    keys = {f"general.sampling.{name}": value for name, value in SAMPLING.items()}
+    llm = LLM(write_gguf(tmp_path / "m.gguf", keys), num_pages=20)
+    expected = SamplingParams(temperature=0.25, top_k=20, top_p=0.5, min_p=0.125)
+    assert llm.get_default_sampling_params() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("penalty_repeat", 1.5), ("mirostat", 2), ("sequence", "kp"), ("new", 1), ("temp", -1.0)]
+)
+def test_drawing_that_nobody_follows_is_refused_by_name(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"general\.sampling\.(\*: temperature|{key})={value!r}"):
+        inspect_model(write_gguf(tmp_path / "m.gguf", {f"general.sampling.{key}": value}))
+
+
+def test_the_name_of_a_model_decides_nothing(tmp_path: Path) -> None:
+    # transformers takes the default window of another type for a file of this name
+    assert inspect_model(write_gguf(tmp_path / "m.gguf", {"general.name": "mistral"})).config.model_type == "llama"

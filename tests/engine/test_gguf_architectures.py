@@ -196,7 +196,9 @@ def test_a_file_answers_as_its_model(tmp_path: Path, name: str) -> None:
 
 # Half of each head is rotated; the model does not run here, whatever its file says.
 NEMOTRON = Case("nemotron", NemotronConfig(**COMMON, norm_eps=1e-3), {**EPS, "rope.dimension_count": 8})
+DECI = Case("deci", LlamaConfig(**COMMON), RMS)
 BAD_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
+    r"general\.architecture='deci' names no model": ("deci", {}),
     r"gemma3\.rope\.dimension_count=16: expected 32": ("gemma3", {"rope.dimension_count": 16}),
     r"rope scaling \(gemma3\.rope\.scaling\.factor\)": ("gemma3", {"rope.scaling.factor": 8.0}),
     "attn_logit_softcapping=9.0, which its code does not apply": ("gemma3", {"attn_logit_softcapping": 9.0}),
@@ -212,7 +214,7 @@ BAD_KEYS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("message", BAD_KEYS)
 def test_a_key_that_nobody_follows_or_everybody_needs_is_named(tmp_path: Path, message: str) -> None:
     name, keys = BAD_KEYS[message]
-    case = {**CASES, "nemotron": NEMOTRON}[name]
+    case = {**CASES, "nemotron": NEMOTRON, "deci": DECI}[name]
     write(tmp_path / "m.gguf", replace(case, keys={**case.keys, **keys}))
     with pytest.raises(ValueError, match=message):
         inspect_model(tmp_path / "m.gguf")

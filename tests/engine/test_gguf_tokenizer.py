@@ -83,3 +83,38 @@ def test_the_first_token_of_a_text_is_the_vocabularys(
     tmp_path: Path, pre: str, add_bos: bool | None, expected: list[str]
 ) -> None:
     assert pieces(tokenizer_of(tmp_path / "m.gguf", pre, add_bos), "ab") == expected
+
+
+SPACE, WHOLE = "\N{LOWER ONE EIGHTH BLOCK}", "<u>"
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), f"{SPACE}a", SPACE, "a", WHOLE]
+
+
+def sentencepiece_of(path: Path, architecture: str, space: bool | None) -> Any:
+    """The tokenizer of a file with SentencePiece's bytes, that names no token by its id."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(PIECES)
+    writer.add_token_scores([float(-place) for place in range(len(PIECES))])
+    writer.add_token_types([2, CONTROL, CONTROL] + [6] * 256 + [NORMAL] * 3 + [USER_DEFINED])
+    if space is not None:
+        writer.add_add_space_prefix(space)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return gguf_tokenizer(read_header(path))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("space", [True, False, None])
+def test_a_space_before_a_text_is_the_files(tmp_path: Path, architecture: str, space: bool | None) -> None:
+    tokenizer = sentencepiece_of(tmp_path / "m.gguf", architecture, space)
+    has_space = space if space is not None else architecture in ("llama", "phi3")
+    first = f"{SPACE}a" if has_space else "a"
+    spaced = [SPACE, f"{SPACE}a"] if has_space else [f"{SPACE}a"]
+    expected = {"a": [first], " a": spaced, f"{WHOLE}a": [WHOLE, first], f"{WHOLE} a": [WHOLE, *spaced]}
+    for text, pieces_of_text in expected.items():
+        token_ids = tokenizer(text)["input_ids"]
+        assert [PIECES[token_id] for token_id in token_ids] == ["<s>", *pieces_of_text]
+        if WHOLE not in text:
+            assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)

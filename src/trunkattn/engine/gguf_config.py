@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from trunkattn.engine.gguf_header import GgufHeader
 from trunkattn.engine.gguf_rope import apply_gguf_rope
+from trunkattn.engine.gguf_sampling import gguf_sampling
 from trunkattn.engine.model_support import known_fields
 
 # A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
@@ -100,6 +101,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     """
     _check_file(header)
     values = _by_transformers(header)
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"its key general.architecture={header.architecture!r} names no model of transformers")
     facts = _facts(header)
     config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
     changed = {name: value for name, value in _wanted(header, facts, config).items() if not _has(config, name, value)}
@@ -113,7 +116,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
 
 def _check_file(header: GgufHeader) -> None:
     """Raises ValueError unless the file holds one whole model. Keys that are neither the architecture's, the
-    tokenizer's nor these say where a file comes from."""
+    tokenizer's, of sampling nor these say where a file comes from."""
+    gguf_sampling(header)
     kind, parts = header.keys.get("general.type", "model"), header.keys.get("split.count", 1)
     if kind != "model":
         raise ValueError(f"its key general.type={kind!r} says that it is no model; expected 'model'")
@@ -143,7 +147,7 @@ def _by_transformers(header: GgufHeader) -> dict[str, Any]:
         for key, value in {vocabulary: _vocab_size(header), **header.keys}.items():
             is_token = key.startswith(SPECIAL_TOKENS) and key.endswith("_token_id")
             is_rope = key.startswith(f"{header.architecture}.rope.scal")  # `apply_gguf_rope` reads these
-            if (key.startswith(f"{header.architecture}.") and not is_rope) or is_token or key == "general.name":
+            if (key.startswith(f"{header.architecture}.") and not is_rope) or is_token:
                 writer.add_key_value(key, value, GGUFValueType.get_type(value))
         writer.add_token_list(["only its number is needed"])
         for name in header.tensors:

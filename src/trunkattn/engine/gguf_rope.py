@@ -68,9 +68,10 @@ def _rope_parameters(
         divisors, limit = _values(header, FREQUENCY_DIVISORS), config.max_position_embeddings
         return {**_longrope(divisors, divisors, limit), "attention_factor": 1.0}
     if tensors == [LONG_FACTORS, SHORT_FACTORS] and kind in ("none", "longrope") and keys <= LONGROPE_KEYS and length:
+        if scaling.get("factor") not in (None, *NEUTRAL["factor"]):  # llama.cpp divides by it beside the factors
+            return None
         parameters = _longrope(_values(header, LONG_FACTORS), _values(header, SHORT_FACTORS), length)
-        attention = {"attention_factor": float(scaling["attn_factor"])} if "attn_factor" in scaling else {}
-        return {**parameters, **attention}
+        return {**parameters, "attention_factor": float(scaling.get("attn_factor", 1.0))}  # 1 is llama.cpp's default
     if tensors:
         return None
     if kind == "none":

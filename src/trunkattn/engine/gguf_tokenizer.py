@@ -1,5 +1,5 @@
-"""The tokenizer in a GGUF file. transformers builds all but those of byte-level vocabularies: of these it leaves out
-much that a file says, and a text then becomes other tokens. They are built here, as llama.cpp reads them.
+"""The tokenizer in a GGUF file, as llama.cpp reads it. transformers leaves out much that a file says, and a text then
+becomes other tokens: byte-level vocabularies are built here, and SentencePiece's get their spaces and first tokens.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -34,6 +34,10 @@ WHOLE_PIECES: Final = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that a text holds as a whole
+SENTENCEPIECE, SPACE = "llama", "\N{LOWER ONE EIGHTH BLOCK}"
+# The ids that these tokens have in a SentencePiece vocabulary where the file does not say.
+DEFAULT_IDS: Final[Mapping[str, int]] = MappingProxyType({"bos_token": 1, "eos_token": 2, "unk_token": 0})
+WITHOUT_SPACE: Final = frozenset(("gemma2", "gemma3"))  # before a text, where an old file does not say
 
 
 def gguf_tokenizer(header: GgufHeader) -> Any:
@@ -52,9 +56,11 @@ def gguf_tokenizer(header: GgufHeader) -> Any:
             options.setdefault("add_bos_token", True)
     else:
         backend, _ = convert_gguf_tokenizer(architecture, found)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-    _check_space_prefix(header, tokenizer)
-    return tokenizer
+    if found.get("tokenizer_type") == SENTENCEPIECE:
+        _set_spaces(backend, found.get("add_prefix_space", architecture not in WITHOUT_SPACE))
+        tokens = found["tokens"]
+        options |= {name: tokens[i] for name, i in DEFAULT_IDS.items() if options[name] is None and i < len(tokens)}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
 def _byte_level(found: Mapping[str, Any], splitter: Any) -> Tokenizer:
@@ -100,11 +106,15 @@ def _splitter(name: str | None) -> Any:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _check_space_prefix(header: GgufHeader, tokenizer: Any) -> None:
-    """Raises ValueError if a SentencePiece tokenizer puts a space before a text and the file does not, or the other way
-    round."""
-    wanted = header.keys.get("tokenizer.ggml.add_space_prefix")
-    if wanted is None or header.keys.get("tokenizer.ggml.model") != "llama":
-        return
-    if tokenizer.tokenize("a")[0].startswith("\N{LOWER ONE EIGHTH BLOCK}") != wanted:
-        raise ValueError(f"its key tokenizer.ggml.add_space_prefix={wanted} is not what transformers' tokenizer does")
+def _set_spaces(backend: Any, is_first: bool) -> None:
+    """Puts a space before a text, and behind each token that the text holds as a whole, or none; also if one is there.
+
+    transformers puts none before a text that begins with a space, nor in the middle of one.
+    """
+    first = [normalizers.Prepend(SPACE)] if is_first else []
+    backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    backend.pre_tokenizer = None
+    strip = [decoders.Strip(" ", left=1)] if is_first else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )

@@ -224,7 +224,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate`, `chat` and `stream` use without `sampling_params`: vLLM's choice of the model's
         generation_config.json (temperature, top_k, top_p, min_p, repetition_penalty, and max_new_tokens as max_tokens),
-        and for the rest the defaults of `SamplingParams`."""
+        or the keys general.sampling of its GGUF file, and for the rest the defaults of `SamplingParams`."""
         return default_sampling_params(self.model.generation_config)
 
     def reset_prefix_cache(self) -> None:

@@ -26,6 +26,7 @@ from trunkattn.dtypes import dtype_name
 from trunkattn.engine.fused_norm import fuse_norms
 from trunkattn.engine.gguf_config import gguf_config
 from trunkattn.engine.gguf_header import read_header
+from trunkattn.engine.gguf_sampling import gguf_sampling
 from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
@@ -197,12 +198,14 @@ def _check_size(files: ModelFiles, num_parameters: int) -> None:
 def _saved_model(info: ModelInfo) -> Any:
     files = info.files
     readable = files.readable("load its weights", "expected the files that its configuration describes")
+    sampling: dict[str, Any] = {}  # which transformers reads of a folder, and not of a GGUF file
     with torch.device("cpu"), readable as folder:  # transformers would load to a program's own default device
         model_class: Any = AutoModelForCausalLM
         source: dict[str, Any] = {"pretrained_model_name_or_path": folder, **files.load_options}
         if files.gguf_file is not None:
             model_class = AutoModelForCausalLM._model_mapping[type(info.config)]
-            weights = gguf_weights(read_header(files.path), info.config, info.dtype)
+            header = read_header(files.path)
+            weights, sampling = gguf_weights(header, info.config, info.dtype), gguf_sampling(header)
             source = {"pretrained_model_name_or_path": None, "state_dict": weights}
         model, loading = model_class.from_pretrained(
             config=info.config,
@@ -215,6 +218,7 @@ def _saved_model(info: ModelInfo) -> Any:
     _check_names(files, loading["unexpected_keys"], "hold", "no tensor that the model of its configuration has not")
     _check_one_name_each(files, model)
     _check_ties(files, model)
+    vars(model.generation_config).update(sampling)
     return model
 
 
