@@ -68,14 +68,18 @@ class Target:
         return of_q | of_kv
 
     @property
-    def shape(self) -> Shape:
-        """Constants of the attention."""
-        geometry = Geometry(
+    def geometry(self) -> Geometry:
+        """The attention, without masks and options."""
+        return Geometry(
             num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
             head_dim_v=self.head_dim, page_size=_PAGE_SIZE, segment_size=_PAGE_SIZE, window=UNLIMITED, masked=False,
             soft_cap=None, sinks=False,
         )  # fmt: skip
-        return arguments.shape(geometry)
+
+    @property
+    def shape(self) -> Shape:
+        """Constants of the attention."""
+        return arguments.shape(self.geometry)
 
     @property
     def no_features(self) -> Features:
@@ -121,7 +125,9 @@ def compile_hopper_decode(
 ) -> Resources:
     """`hopper_decode_kernel`, for an sm_90. registers: of a thread on average; producer and consumer warps have shares
     of their own. masked: requests have several query tokens. page_size: tokens; under 16 they are gathered."""
-    from trunkattn.gpu.hopper import decode, widen
+    from trunkattn.gpu.hopper import decode_arguments as decode
+    from trunkattn.gpu.hopper import widen
+    from trunkattn.gpu.hopper.decode import hopper_decode_kernel
     from trunkattn.gpu.hopper.segments import RowTiles
 
     tiles, kv_bytes = _same(RowTiles, "*i32"), _TORCH_DTYPES[target.kv_dtype].itemsize
@@ -136,14 +142,9 @@ def compile_hopper_decode(
         v_desc=cache,
         work=decode.DecodeWork(tiles, counts="*i32", window="i32", pdl=Pdl("u1", "u1")),
         C=decode.DecodeConstants(
-            *target.heads,
-            head_dim=target.head_dim,
-            page_size=page_size,
+            **_attention_constants(target, page_size, soft_cap, sinks),
             segment_size=min(page_size, _PAGE_SIZE),
             masked=masked,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            return_lse=False,
             source=int(source),
             kv_bytes=kv_bytes,
             kv_kind=widen.kind_of(_TORCH_DTYPES[target.kv_dtype]),
@@ -151,14 +152,15 @@ def compile_hopper_decode(
             producer_registers=shape.producer_registers,
         ),
     )
-    return _compile_hopper(decode.hopper_decode_kernel, target, arguments, shape.registers)
+    return _compile_hopper(hopper_decode_kernel, target, arguments, shape.registers)
 
 
 def compile_hopper_prefill(
     target: Target, window: bool = False, ctas_per_sm: int = 1, soft_cap: float = 0.0, sinks: bool = False
 ) -> Resources:
     """`hopper_prefill_kernel`; as `compile_hopper_decode`."""
-    from trunkattn.gpu.hopper import prefill
+    from trunkattn.gpu.hopper import prefill_arguments as prefill
+    from trunkattn.gpu.hopper.prefill import REGISTERS, hopper_prefill_kernel
 
     arguments = prefill.PrefillArguments(
         layer=_layer(target),
@@ -166,47 +168,38 @@ def compile_hopper_prefill(
         v_desc=_tma_descriptor(target),
         work=prefill.PrefillWork(_same(prefill.Chunks, "*i32", table_stride="i32"), "*i32", "*i32", window="i32"),
         C=prefill.PrefillConstants(
-            *target.heads,
-            head_dim=target.head_dim,
-            page_size=16,
+            **_attention_constants(target, _PAGE_SIZE, soft_cap, sinks),
             windowed=window,
             ctas_per_sm=ctas_per_sm,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            return_lse=False,
             pdl_trigger=True,
         ),
     )
-    return _compile_hopper(prefill.hopper_prefill_kernel, target, arguments, prefill.REGISTERS[ctas_per_sm])
+    return _compile_hopper(hopper_prefill_kernel, target, arguments, REGISTERS[ctas_per_sm])
 
 
 def compile_hopper_prefill_decode(
     target: Target, masked: bool = False, window: bool = False, soft_cap: float = 0.0, sinks: bool = False
 ) -> Resources:
     """`hopper_prefill_decode_kernel`; as `compile_hopper_decode`. With a window requests are masked, too."""
-    from trunkattn.gpu.hopper import prefill, prefill_decode
+    from trunkattn.gpu.hopper import prefill_arguments as prefill
+    from trunkattn.gpu.hopper.prefill_decode import REGISTERS, hopper_prefill_decode_kernel
     from trunkattn.gpu.hopper.segments import RowTiles
 
     chunks, tiles = _same(prefill.Chunks, "*i32", table_stride="i32"), _same(RowTiles, "*i32")
-    arguments = prefill_decode.PrefillDecodeArguments(
+    arguments = prefill.PrefillDecodeArguments(
         layer=_layer(target),
         k_desc=_tma_descriptor(target),
         v_desc=_tma_descriptor(target),
-        work=prefill_decode.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
-        C=prefill_decode.PrefillDecodeConstants(
-            *target.heads,
-            head_dim=target.head_dim,
-            page_size=16,
-            segment_size=16,
+        work=prefill.PrefillDecodeWork(chunks, "*i32", tiles, item_range="*i32", window="i32"),
+        C=prefill.PrefillDecodeConstants(
+            **_attention_constants(target, _PAGE_SIZE, soft_cap, sinks),
+            segment_size=_PAGE_SIZE,
             masked=masked or window,
             windowed=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            return_lse=False,
             pdl_trigger=True,
         ),
     )
-    return _compile_hopper(prefill_decode.hopper_prefill_decode_kernel, target, arguments, prefill_decode.REGISTERS)
+    return _compile_hopper(hopper_prefill_decode_kernel, target, arguments, REGISTERS)
 
 
 def compile_hopper_latent(target: Target, masked: bool = False, page_size: int = 64) -> Resources:
@@ -330,9 +323,17 @@ def _same(named: Any, kind: str, **others: Any) -> Any:
     return named(**dict.fromkeys(named._fields, kind) | others)
 
 
+def _attention_constants(target: Target, page_size: int, soft_cap: float, sinks: bool) -> Any:
+    """The constants that all Hopper attention kernels have."""
+    from trunkattn.gpu.hopper.arguments import attention_constants
+
+    geometry = replace(target.geometry, page_size=page_size, soft_cap=soft_cap, sinks=sinks)
+    return attention_constants(geometry, return_lse=False)
+
+
 def _layer(target: Target) -> Any:
     """The types of a layer's tensors."""
-    from trunkattn.gpu.hopper.common import Layer
+    from trunkattn.gpu.hopper.arguments import Layer
 
     strides = {name: "i32" for name in Layer._fields if name.endswith("_stride")}
     return _same(Layer, "*fp32", q=f"*{target.dtype}", out=f"*{target.dtype}", **strides)

@@ -21,7 +21,7 @@ from benchmarks.kernels.compile_ahead import (
     compile_prefill,
 )
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Resources
-from trunkattn.gpu.hopper.decode import shape_of
+from trunkattn.gpu.hopper.decode_arguments import shape_of
 from trunkattn.gpu.hopper.spec import PADDED_HEAD_DIMS, source_of
 from trunkattn.gpu.hopper.spec import prefill_tile as hopper_prefill_tile
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles

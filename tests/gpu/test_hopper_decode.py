@@ -13,7 +13,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 from trunkattn import AttentionConfig
 from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.hopper import decode as hopper_decode
-from trunkattn.gpu.hopper.decode import DecodeArguments
+from trunkattn.gpu.hopper.decode_arguments import (
+    UNSPECIALIZED,
+    DecodeArguments,
+    DecodeConstants,
+    kv_source,
+    shape_of,
+    tile_of,
+)
 from trunkattn.gpu.hopper.spec import DECODE, Source, source_of
 from trunkattn.gpu.hopper.spec import TILES as HOPPER_TILES
 from trunkattn.gpu.hopper.spec import decode_tiles as taken_tiles
@@ -95,9 +102,9 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     of_caches = 16 * 2 * 128, 2 * 128, 128
     assert layer[-10:] == (8 * 128, 128, 8 * 128, 128, *of_caches, *of_caches)
     assert given.k_desc.base is tensors.k_cache and given.v_desc.base is tensors.v_cache
-    constants = hopper_decode.DecodeConstants(
+    constants = DecodeConstants(
         *(8, 2, 4, 128, 16, 16, masked, 0.0), sinks=False, return_lse=False, source=int(Source.LOADED),
-        kv_bytes=2, kv_kind=0, tile=hopper_decode.tile_of(128, Source.LOADED), producer_registers=24,
+        kv_bytes=2, kv_kind=0, tile=tile_of(128, Source.LOADED), producer_registers=24,
     )  # fmt: skip
     assert constants == given.C
 
@@ -163,8 +170,8 @@ def test_a_portable_low_tile_beside_a_portable_tall_one_merges() -> None:
 def test_masks_of_positions_are_ahead_where_registers_are_left(head_dim: int, ahead: bool) -> None:
     for source in Source:
         is_ahead = ahead or source is Source.GATHERED
-        assert hopper_decode.tile_of(head_dim, source, masked=True).mask_ahead is is_ahead
-        assert hopper_decode.tile_of(head_dim, source).mask_ahead
+        assert tile_of(head_dim, source, masked=True).mask_ahead is is_ahead
+        assert tile_of(head_dim, source).mask_ahead
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -227,16 +234,16 @@ def test_where_keys_and_values_come_from(
     kernels: dict[str, Recorder], geometry: dict[str, Any], tensors: dict[str, Any], source: Source, kind: int
 ) -> None:
     shape, given = replace(GEOMETRY, **geometry), make_tensors(**tensors)
-    assert hopper_decode.source_of(given, shape) is source
+    assert kv_source(given, shape) is source
     size = given.k_cache.element_size()
     tiles = hopper_tiles(size, shape.head_dim, shape.page_size)
     execute(fixed_size(tiles, shape), given, False)
     launched = of(kernels["hopper"])
     assert len(launched) == tiles[-1].ctas_per_sm
-    taken = hopper_decode.shape_of(shape.head_dim, source)
+    taken = shape_of(shape.head_dim, source)
     for (_, arguments), (_, _, options) in zip(launched, kernels["hopper"].calls, strict=True):
         assert (arguments.C.source, arguments.C.kv_kind, arguments.C.kv_bytes) == (source, kind, size)
-        assert arguments.C.tile == hopper_decode.tile_of(shape.head_dim, source)
+        assert arguments.C.tile == tile_of(shape.head_dim, source)
         assert (arguments.C.tile.block_n, arguments.C.tile.head_dim) == (tiles[-1].block_n, shape.head_dim)
         assert arguments.C.producer_registers == taken.producer_registers
         assert options["maxnreg"] == taken.registers
@@ -253,7 +260,7 @@ def test_where_keys_and_values_come_from(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_registers_suffice_for_all_warps(source: Source, head_dim: int) -> None:
     """Of an SM's 65,536. Warps that load are given out in whole fours; those that compute take what is left."""
-    shape, ctas_per_sm = hopper_decode.shape_of(head_dim, source), HOPPER_TILES[source, head_dim].ctas_per_sm
+    shape, ctas_per_sm = shape_of(head_dim, source), HOPPER_TILES[source, head_dim].ctas_per_sm
     pipelines = 2 if source is Source.LOADED else 1
     producers = -(-pipelines * shape.producer_warps // 4) * 4
     assert shape.producer_registers % 8 == 0 and 24 <= shape.producer_registers <= 255
@@ -307,6 +314,6 @@ def test_a_plan_of_another_size_is_not_compiled_anew() -> None:
     """Nor is one with other `Pdl`: Triton does not compile for the values of bools."""
     found = {parameter.name for parameter in hopper_decode.hopper_decode_kernel.params if parameter.do_not_specialize}
     numbers = {name for name, kind in DecodeArguments.__annotations__.items() if kind is int}
-    assert found == set(hopper_decode.UNSPECIALIZED) == numbers
+    assert found == set(UNSPECIALIZED) == numbers
     for pdl in (Pdl(True, False), Pdl(False, True)):
         assert native_specialize_impl(CUDABackend, pdl, False, True, True) == (("u1", "u1"), (None, None))

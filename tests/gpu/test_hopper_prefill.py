@@ -13,6 +13,7 @@ from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
+from trunkattn.gpu.hopper.prefill_arguments import PrefillArguments, PrefillConstants
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable import prefill
@@ -79,7 +80,7 @@ def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | No
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
     """The one for Hopper and the one for any card."""
-    hopper, portable = Recorder(hopper_prefill.PrefillArguments._fields), Recorder()
+    hopper, portable = Recorder(PrefillArguments._fields), Recorder()
     monkeypatch.setattr(hopper_prefill, "hopper_prefill_kernel", hopper)
     monkeypatch.setattr(prefill, "prefill_kernel", portable)
     return hopper, portable
@@ -94,7 +95,7 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     ((num_programs, args, options),) = hopper.calls
     assert not portable.calls
     assert num_programs == 2 * 2
-    given = hopper_prefill.PrefillArguments(*args)
+    given = PrefillArguments(*args)
     assert set(options) == {"num_warps", "maxnreg"}
     assert given.work.num_items.tolist()[0] == 2
     assert given.work.chunks.items.tolist()[:5] == [0, 0, 96, 32, 64]
@@ -103,12 +104,12 @@ def test_it_is_launched_with_every_argument(kernels: tuple[Recorder, Recorder], 
     assert (given.layer.q_token_stride, given.layer.q_head_stride) == (8 * 128, 128)
     assert (given.C.windowed, given.work.window) == (window != UNLIMITED, window)
     assert given.k_desc.block_shape == [1, 16, 1, 64]
-    constants = hopper_prefill.PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 1, 0.0, False, True, False)
+    constants = PrefillConstants(8, 2, 4, 128, 16, window != UNLIMITED, 1, 0.0, False, True, False)
     assert constants == given.C
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
-    assert list(hopper_prefill.PrefillArguments._fields) == hopper_prefill.hopper_prefill_kernel.arg_names
+    assert list(PrefillArguments._fields) == hopper_prefill.hopper_prefill_kernel.arg_names
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -121,7 +122,7 @@ def test_head_dims_groups_and_options(
     hopper, portable = kernels
     assert not portable.calls
     ((_, args, given_options),) = hopper.calls
-    found = hopper_prefill.PrefillArguments(*args).C
+    found = PrefillArguments(*args).C
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
     assert (found.num_qo_heads, found.group_size) == (shape.num_qo_heads, shape.num_qo_heads // 2)
     assert found.head_dim == head_dim
@@ -143,7 +144,7 @@ def test_two_ctas_share_an_sm_under_a_short_window(
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, window=window)
     execute(make_plan(shape), make_tensors(), False)
     ((_, args, given_options),) = kernels[0].calls
-    assert hopper_prefill.PrefillArguments(*args).C.ctas_per_sm == 1 + two
+    assert PrefillArguments(*args).C.ctas_per_sm == 1 + two
     assert given_options["maxnreg"] == hopper_prefill.REGISTERS[1 + two]
 
 

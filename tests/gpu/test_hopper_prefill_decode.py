@@ -14,6 +14,11 @@ from trunkattn.gpu.hopper import decode as hopper_decode
 from trunkattn.gpu.hopper import prefill as hopper_prefill
 from trunkattn.gpu.hopper import prefill_decode
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
+from trunkattn.gpu.hopper.prefill_arguments import (
+    PrefillDecodeArguments,
+    PrefillDecodeConstants,
+    prefill_decode_arguments,
+)
 from trunkattn.gpu.hopper.spec import BOTH_KEYS, BOTH_ROWS, refuses_both
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.kernel import Work
@@ -61,7 +66,7 @@ def make_mixed(geometry: Geometry, tiles: tuple[GpuTile, ...] = TILES) -> GpuPla
 
 @pytest.mark.parametrize("window, masked", [(UNLIMITED, False), (UNLIMITED, True), (40, True)])
 def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, window: int, masked: bool) -> None:
-    kernel = Recorder(prefill_decode.PrefillDecodeArguments._fields)
+    kernel = Recorder(PrefillDecodeArguments._fields)
     monkeypatch.setattr(prefill_decode, "hopper_prefill_decode_kernel", kernel)
     plan, tensors = make_mixed(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
     launch, *_ = plan.launches
@@ -69,7 +74,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     prefill_decode.bind(plan, tensors, launch, LaunchOptions(Pdl(True, False), return_lse=False))(tensors)
     ((num_programs, args, options),) = kernel.calls
     assert num_programs == CARD.num_sms and set(options) == {"num_warps", "maxnreg"}
-    given = prefill_decode.PrefillDecodeArguments(*args)
+    given = PrefillDecodeArguments(*args)
     work, chunks, tiles = given.work, given.work.chunks, given.work.tiles
     assert work.num_chunk_items.tolist()[0] == 1 and work.item_range.tolist()[:3] == [0, 2, 1]
     assert chunks.items.tolist()[:5] == [0, 0, 36, 0, 20]
@@ -79,7 +84,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     assert tiles.queries.tolist() == [0, 1, 2, 3] and tiles.partial_slots.tolist() == [-1, -1, 0, 1]
     assert tiles.positions.tolist()[3:6] == [15, 16, 17]
     assert (given.layer.q_token_stride, given.layer.out_head_stride) == (8 * 128, 128)
-    constants = prefill_decode.PrefillDecodeConstants(
+    constants = PrefillDecodeConstants(
         *(8, 2, 4, 128, 16, 16), masked, window != UNLIMITED, 0.0, False, return_lse=False, pdl_trigger=True
     )
     assert constants == given.C and work.window == window
@@ -89,7 +94,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
     names = prefill_decode.hopper_prefill_decode_kernel.arg_names
-    assert list(prefill_decode.PrefillDecodeArguments._fields) == names
+    assert list(PrefillDecodeArguments._fields) == names
 
 
 @pytest.mark.parametrize("num_overlapped, most", [(3, 3), (2, 2), (1, 1), (0, 0)])
@@ -129,7 +134,7 @@ def test_attentions_that_it_does_not_compute(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}, {"soft_cap": 5.0, "sinks": True}])
 def test_soft_caps_and_sinks(options: dict[str, Any]) -> None:
     plan, tensors = make_mixed(replace(GEOMETRY, **options)), make_tensors()
-    found = prefill_decode.arguments(tensors, plan, pdl_trigger=True, return_lse=False).C
+    found = prefill_decode_arguments(tensors, plan, pdl_trigger=True, return_lse=False).C
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
 
 

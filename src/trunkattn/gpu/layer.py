@@ -24,6 +24,11 @@ class Geometry:
     sinks: bool
     batch_invariant: bool = False
 
+    @property
+    def group_size(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
 
 @dataclass(frozen=True)
 class Tensors:

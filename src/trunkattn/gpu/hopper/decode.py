@@ -7,25 +7,19 @@ consumer warpgroup computes. Two CTAs share an SM: while one computes the softma
 the other. A masked block is computed whole, because tensor cores have time to spare and memory has none.
 """
 
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.hopper import spec
+from trunkattn.gpu.hopper.arguments import LAYER
 from trunkattn.gpu.hopper.common import (
-    LAYER,
     SWIZZLED,
     WARPGROUP_ROWS,
-    Layer,
-    layer_of,
-    of_layer,
     pdl_trigger,
     pdl_wait,
     prefetch_to_l2,
@@ -34,14 +28,12 @@ from trunkattn.gpu.hopper.common import (
     without_padding,
     write_partials,
 )
+from trunkattn.gpu.hopper.decode_arguments import OF_LAYER, UNSPECIALIZED, Share, decode_arguments, kv_source, shape_of
 from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of, widen_items
-from trunkattn.gpu.hopper.gather import as_words
 from trunkattn.gpu.hopper.online_softmax import (
-    MainloopTile,
     attend_block,
     attend_first_block,
     finish_attention,
-    mainloop_tile,
     sink_divisor,
 )
 from trunkattn.gpu.hopper.pipeline import (
@@ -51,120 +43,16 @@ from trunkattn.gpu.hopper.pipeline import (
     allocate_boxes,
     make_pipeline,
 )
-from trunkattn.gpu.hopper.segments import BlockMask, RowTiles, mask_gathered, mask_rows, row_tiles_of
-from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16, kind_of, staged_descriptor
+from trunkattn.gpu.hopper.segments import BlockMask, mask_gathered, mask_rows
+from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
-from trunkattn.gpu.layer import Geometry, Pdl, Tensors
-from trunkattn.gpu.portable.spec import WIDE
+from trunkattn.gpu.layer import Pdl, Tensors
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
-
-class DecodeShape(NamedTuple):
-    """Warps and registers of a CTA. `producer_warps` warps fill a pipeline, each thread with `producer_registers`.
-    Every thread has `registers` at launch, when Triton rounds the number of warps up to a multiple of four. An SM holds
-    two CTAs, or one if heads of 256 are in 8 bits."""
-
-    producer_warps: int
-    producer_registers: int
-    registers: int
-
-
-_SHAPES: Final = MappingProxyType(
-    {
-        spec.Source.LOADED: {64: DecodeShape(1, 56, 128), 128: DecodeShape(1, 24, 128), 256: DecodeShape(1, 24, 128)},
-        spec.Source.WIDENED: {
-            64: DecodeShape(4, 64, 128),
-            128: DecodeShape(4, 88, 128),
-            256: DecodeShape(8, 128, 168),
-        },
-        spec.Source.GATHERED: {
-            64: DecodeShape(4, 88, 128),
-            128: DecodeShape(4, 88, 128),
-            256: DecodeShape(8, 128, 168),
-        },
-    }
-)
 _LOADED, _WIDENED, _GATHERED = (gl.constexpr(int(source)) for source in spec.Source)
 _DIRECT = gl.constexpr(DIRECT)
 _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
-
-
-class DecodeConstants(NamedTuple):
-    """What the kernel is compiled for.
-
-    Attributes:
-        head_dim: dims of a head in memory. The main loop may pad them.
-        segment_size: tokens of a whole segment.
-        masked: queries of one sequence see different tokens.
-        soft_cap: the soft cap of logits, or 0 for none.
-        source: where keys and values come from, a `Source`.
-        kv_bytes, kv_kind: bytes of a number in the cache, and its `widen.kind_of`.
-        tile: constants of the main loop.
-        producer_registers: registers of each thread of the producer warps.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    page_size: int
-    segment_size: int
-    masked: bool
-    soft_cap: float
-    sinks: bool
-    return_lse: bool
-    source: int
-    kv_bytes: int
-    kv_kind: int
-    tile: MainloopTile
-    producer_registers: int
-
-
-def shape_of(head_dim: int, source: spec.Source) -> DecodeShape:
-    """Returns the shape of the kernel."""
-    return _SHAPES[source][spec.width_of(head_dim)]
-
-
-def tile_of(head_dim: int, source: spec.Source, masked: bool = False) -> MainloopTile:
-    """Returns the constants of the main loop. Masks of positions are computed after the product where few registers are
-    left: heads of 64 have twice the scores, and heads of 256 twice the output. Masks of gathered blocks are computed
-    ahead of it, because after it they would wait for memory."""
-    width, producer_warps = spec.width_of(head_dim), shape_of(head_dim, source).producer_warps
-    mask_ahead = width == WIDE or not masked or source is spec.Source.GATHERED
-    return mainloop_tile(width, spec.TILES[source, width].block_n, 2, 4, mask_ahead, producer_warps)
-
-
-class DecodeWork(NamedTuple):
-    """The arrays of a plan. `counts` says where buckets begin. `window` is in tokens, and 2^31 - 1 hides nothing."""
-
-    tiles: RowTiles
-    counts: Any
-    window: Any
-    pdl: Pdl
-
-
-class DecodeArguments(NamedTuple):
-    """The parameters of `hopper_decode_kernel`. `k_desc` and `v_desc` are the TMA descriptors of the caches. If the
-    kernel gathers, they are the caches as int32."""
-
-    layer: Layer
-    k_desc: Any
-    v_desc: Any
-    work: DecodeWork
-    first_bucket: int
-    last_bucket: int
-    items_size: int
-    queries_size: int
-    segments_size: int
-    first_cta: int
-    total_ctas: int
-    C: DecodeConstants
-
-
-# Numbers of a plan and of a launch. Triton must not compile special code for their values: launches that run at the
-# same time then share their code, and an SM's instruction cache holds it once.
-UNSPECIALIZED: Final = DecodeArguments._fields[4:-1]
 
 
 class _Rows(NamedTuple):
@@ -361,82 +249,13 @@ def hopper_decode_kernel(
         pdl_wait()
 
 
-def source_of(t: Tensors, geometry: Geometry) -> spec.Source:
-    """Returns where keys and values come from."""
-    return spec.source_of(t.k_cache.element_size(), geometry.page_size)
-
-
-class Share(NamedTuple):
-    """One of several launches that share the items of some buckets. All together they have `total_ctas` CTAs, and this
-    one begins with `first_cta`."""
-
-    first_cta: int
-    total_ctas: int
-    pdl: Pdl
-
-
-def arguments(t: Tensors, plan: GpuPlan, buckets: tuple[int, int], share: Share, return_lse: bool) -> DecodeArguments:
-    """Returns the arguments of one launch. `buckets` are the first and the last bucket that it computes."""
-    g, source = plan.geometry, source_of(t, plan.geometry)
-    layer, keys, values = _OF_LAYER[source](t)
-    return DecodeArguments(
-        layer=layer,
-        k_desc=keys,
-        v_desc=values,
-        work=DecodeWork(tiles=row_tiles_of(plan), counts=plan.arrays["counts"], window=g.window, pdl=share.pdl),
-        first_bucket=buckets[0],
-        last_bucket=buckets[1],
-        items_size=plan.sizes["items"],
-        queries_size=plan.sizes["queries"],
-        segments_size=plan.sizes["segments"],
-        first_cta=share.first_cta,
-        total_ctas=share.total_ctas,
-        C=DecodeConstants(
-            num_qo_heads=g.num_qo_heads,
-            num_kv_heads=g.num_kv_heads,
-            group_size=g.num_qo_heads // g.num_kv_heads,
-            head_dim=g.head_dim,
-            page_size=g.page_size,
-            segment_size=g.segment_size,
-            masked=g.masked,
-            soft_cap=g.soft_cap or 0.0,
-            sinks=g.sinks,
-            return_lse=return_lse,
-            source=int(source),
-            kv_bytes=t.k_cache.element_size(),
-            kv_kind=kind_of(t.k_cache.dtype),
-            tile=tile_of(g.head_dim, source, g.masked),
-            producer_registers=shape_of(g.head_dim, source).producer_registers,
-        ),
-    )
-
-
-def _of_gathered_layer(t: Tensors) -> tuple[Layer, torch.Tensor, torch.Tensor]:
-    """Returns the values of the arguments `LAYER` if the kernel gathers."""
-    return layer_of(t), as_words(t.k_cache), as_words(t.v_cache)
-
-
-def _of_widened_layer(t: Tensors) -> tuple[Layer, TensorDescriptor, TensorDescriptor]:
-    """Returns the values of the arguments `LAYER` if the kernel widens."""
-    return layer_of(t), staged_descriptor(t.k_cache), staged_descriptor(t.v_cache)
-
-
-_OF_LAYER: Final = MappingProxyType(
-    {
-        spec.Source.LOADED: of_layer,
-        spec.Source.WIDENED: _of_widened_layer,
-        spec.Source.GATHERED: _of_gathered_layer,
-    }
-)
-
-
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """Binds the launches of the items of the launch's buckets, for layers like `t`. With a window, up to 15 tokens
     before it are loaded and masked. They must be finite, as tokens of the sequence are.
 
     A launch that spreads its items becomes several launches side by side, each with one CTA an SM. With one KV head
     they would cost more than they save. The first overlaps what is ahead, and the last triggers what comes next."""
-    source, grids, pdl = source_of(t, plan.geometry), [], options.pdl
+    source, grids, pdl = kv_source(t, plan.geometry), [], options.pdl
     each_sm = (plan.card.num_sms,) * plan.tiles[launch.buckets[0]].ctas_per_sm
     spreads = launch.spread and plan.geometry.num_kv_heads > 1
     num_ctas = each_sm if spreads else (min(launch.num_ctas, sum(each_sm)),)
@@ -446,5 +265,5 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
         share = Share(sum(num_ctas[:number]), sum(num_ctas), its_pdl)
         registers = shape_of(plan.geometry.head_dim, source).registers
         compiled = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-        grids.append(Grid(count, arguments(t, plan, buckets, share, options.return_lse)._asdict() | compiled))
-    return BoundLaunches(hopper_decode_kernel, grids, LAYER, _OF_LAYER[source])
+        grids.append(Grid(count, decode_arguments(t, plan, buckets, share, options.return_lse)._asdict() | compiled))
+    return BoundLaunches(hopper_decode_kernel, grids, LAYER, OF_LAYER[source])

@@ -13,23 +13,18 @@ from typing import Any, Final, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trunkattn.gpu.arrays import ChunkArrays, GpuPlan
+from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
+from trunkattn.gpu.hopper.arguments import LAYER, of_layer
 from trunkattn.gpu.hopper.common import (
     BOX_TOKENS,
-    LAYER,
     PRODUCER_REGISTERS,
     SWIZZLED,
     WARPGROUP_ROWS,
-    Layer,
-    layer_of,
-    of_layer,
     pdl_trigger,
     row_offset,
     scheduled_task,
-    tma_descriptors,
     write_partials,
 )
 from trunkattn.gpu.hopper.online_softmax import (
@@ -50,6 +45,7 @@ from trunkattn.gpu.hopper.pipeline import (
     load_block,
     make_pipeline,
 )
+from trunkattn.gpu.hopper.prefill_arguments import prefill_arguments
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.planner.work_list import (
@@ -59,7 +55,6 @@ from trunkattn.planner.work_list import (
     KV_START,
     QUERY_END,
     QUERY_START,
-    UNLIMITED,
 )
 
 REGISTERS: Final = MappingProxyType({1: 168, 2: 80})  # of each thread at launch, by the number of CTAs of an SM
@@ -79,53 +74,6 @@ def _prefill_tile(head_dim: int, block_n: int) -> MainloopTile:
 
 TILE_64, TILE_128, TILE_256 = (gl.constexpr(_prefill_tile(*each)) for each in _BLOCK_TOKENS.items())
 TILE_64_SHARED_SM = gl.constexpr(_prefill_tile(64, _SHARED_SM_BLOCK_TOKENS))
-
-
-class PrefillConstants(NamedTuple):
-    """What the kernel is compiled for. `ctas_per_sm` is that of the tile. `soft_cap` is the soft cap of logits, or 0
-    for none."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    page_size: int
-    windowed: bool
-    ctas_per_sm: int
-    soft_cap: float
-    sinks: bool
-    return_lse: bool
-    pdl_trigger: bool
-
-
-class Chunks(NamedTuple):
-    """Arrays of a `ChunkList` on the device. `table_stride` is the number of columns of the block table."""
-
-    items: Any
-    block_table: Any
-    queries: Any
-    partial_slots: Any
-    table_stride: Any
-
-
-class PrefillWork(NamedTuple):
-    """The arrays of a plan. `num_items` [1] counts the items, which `even_rounds` has ordered. `positions` [T] are
-    those of query tokens in their sequences. `window` is in tokens, and 2^31 - 1 hides nothing."""
-
-    chunks: Chunks
-    num_items: Any
-    positions: Any
-    window: Any
-
-
-class PrefillArguments(NamedTuple):
-    """The parameters of `hopper_prefill_kernel`."""
-
-    layer: Layer
-    k_desc: TensorDescriptor
-    v_desc: TensorDescriptor
-    work: PrefillWork
-    C: PrefillConstants
 
 
 class ChunkMemory(NamedTuple):
@@ -368,49 +316,6 @@ def hopper_prefill_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     )
 
 
-def chunks_of(chunks: ChunkArrays) -> Chunks:
-    """Returns the arrays of a plan's prompt chunks."""
-    arrays = chunks.arrays
-    return Chunks(
-        items=arrays["items"],
-        block_table=arrays["block_table"],
-        queries=arrays["queries"],
-        partial_slots=arrays["partial_slots"],
-        table_stride=chunks.table_stride,
-    )
-
-
-def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillArguments:
-    """Returns the arguments of a launch, from the tensors of a layer, a plan, and options."""
-    assert plan.chunks
-    arrays, g = plan.arrays, plan.geometry
-    k_desc, v_desc = tma_descriptors(t)
-    return PrefillArguments(
-        layer=layer_of(t),
-        k_desc=k_desc,
-        v_desc=v_desc,
-        work=PrefillWork(
-            chunks=chunks_of(plan.chunks),
-            num_items=arrays["chunk_count"],
-            positions=arrays["positions"],
-            window=g.window,
-        ),
-        C=PrefillConstants(
-            num_qo_heads=g.num_qo_heads,
-            num_kv_heads=g.num_kv_heads,
-            group_size=g.num_qo_heads // g.num_kv_heads,
-            head_dim=g.head_dim,
-            page_size=g.page_size,
-            windowed=g.window != UNLIMITED,
-            ctas_per_sm=plan.chunks.tile.ctas_per_sm,
-            soft_cap=g.soft_cap or 0.0,
-            sinks=g.sinks,
-            return_lse=return_lse,
-            pdl_trigger=pdl_trigger,
-        ),
-    )
-
-
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """Binds the launch of the items of prompt chunks, for layers like `t`. It is the first launch of a plan and waits
     for nothing.
@@ -419,6 +324,6 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
     before it are loaded and masked. They must be finite, as tokens of the sequence are."""
     assert plan.chunks
     registers = REGISTERS[plan.chunks.tile.ctas_per_sm]
-    given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
+    given = prefill_arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
     given |= {"num_warps": 4, "maxnreg": registers}
     return BoundLaunches(hopper_prefill_kernel, [Grid(launch.num_ctas, given)], LAYER, of_layer)

@@ -16,23 +16,18 @@ from typing import Any, Final, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.arrays import GpuPlan
 from trunkattn.gpu.bound import BoundLaunches, Grid
-from trunkattn.gpu.hopper import prefill, spec
+from trunkattn.gpu.hopper import spec
+from trunkattn.gpu.hopper.arguments import LAYER, of_layer
 from trunkattn.gpu.hopper.barriers import NUM_BARRIERS
 from trunkattn.gpu.hopper.common import (
-    LAYER,
     NEG_INF,
     PRODUCER_REGISTERS,
     SWIZZLED,
-    Layer,
-    layer_of,
-    of_layer,
     pdl_trigger,
     row_offset,
-    tma_descriptors,
 )
 from trunkattn.gpu.hopper.online_softmax import copy_layout, finalize, sink_divisor, soft_capped
 from trunkattn.gpu.hopper.pipeline import (
@@ -47,22 +42,21 @@ from trunkattn.gpu.hopper.pipeline import (
     make_pipeline,
     warps_sync,
 )
-from trunkattn.gpu.hopper.prefill import TILE_128, Chunks, allocate_chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.prefill import TILE_128, allocate_chunk_memory, consume_chunks, produce_chunks
+from trunkattn.gpu.hopper.prefill_arguments import prefill_decode_arguments
 from trunkattn.gpu.hopper.segments import (
     BLOCK_TOKENS,
     ITEM_SEGMENT_END,
     ITEM_SEGMENT_START,
     ITEM_SHARED_END,
     BlockMask,
-    RowTiles,
     locate_boxes,
     mask_columns,
-    row_tiles_of,
 )
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.numerics import LOG2_E
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, UNLIMITED
+from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
 
 REGISTERS: Final = 128  # of each of 512 threads at launch
 CHUNK_REGISTERS = gl.constexpr(208)  # of each thread that computes chunks, after the launch
@@ -92,52 +86,6 @@ _NARROW_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_c
 _WIDE_ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
 _NARROW_P = gl.constexpr(gl.NVMMASharedLayout(0, 16, 2))
 _WIDE_P = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))
-
-
-class PrefillDecodeConstants(NamedTuple):
-    """What the kernel is compiled for: fields of `DecodeConstants` and of `PrefillConstants`. `ctas_per_sm` is missing,
-    because it is always 1."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    group_size: int
-    head_dim: int
-    page_size: int
-    segment_size: int
-    masked: bool
-    windowed: bool
-    soft_cap: float
-    sinks: bool
-    return_lse: bool
-    pdl_trigger: bool
-
-
-class PrefillDecodeWork(NamedTuple):
-    """The arrays of a plan.
-
-    Attributes:
-        chunks: prompt chunks.
-        num_chunk_items: how many items they have [1].
-        tiles: the tile list. The launch computes its items [first, last), which merge nothing.
-        item_range: first, last, and the largest number of queries of one of these items [3].
-        window: in tokens; 2^31 - 1 hides nothing.
-    """
-
-    chunks: Chunks
-    num_chunk_items: Any
-    tiles: RowTiles
-    item_range: Any
-    window: Any
-
-
-class PrefillDecodeArguments(NamedTuple):
-    """The parameters of `hopper_prefill_decode_kernel`."""
-
-    layer: Layer
-    k_desc: TensorDescriptor
-    v_desc: TensorDescriptor
-    work: PrefillDecodeWork
-    C: PrefillDecodeConstants
 
 
 class _DecodeMemory(NamedTuple):
@@ -375,42 +323,9 @@ def hopper_prefill_decode_kernel(layer, k_desc, v_desc, work, C: gl.constexpr):
     )
 
 
-def arguments(t: Tensors, plan: GpuPlan, pdl_trigger: bool, return_lse: bool) -> PrefillDecodeArguments:
-    """Returns the arguments of a launch, from the tensors of a layer, a plan, and options."""
-    assert plan.chunks
-    arrays, g = plan.arrays, plan.geometry
-    k_desc, v_desc = tma_descriptors(t)
-    return PrefillDecodeArguments(
-        layer=layer_of(t),
-        k_desc=k_desc,
-        v_desc=v_desc,
-        work=PrefillDecodeWork(
-            chunks=prefill.chunks_of(plan.chunks),
-            num_chunk_items=arrays["chunk_count"],
-            tiles=row_tiles_of(plan),
-            item_range=arrays["overlapped"],
-            window=g.window,
-        ),
-        C=PrefillDecodeConstants(
-            num_qo_heads=g.num_qo_heads,
-            num_kv_heads=g.num_kv_heads,
-            group_size=g.num_qo_heads // g.num_kv_heads,
-            head_dim=g.head_dim,
-            page_size=g.page_size,
-            segment_size=g.segment_size,
-            masked=g.masked,
-            windowed=g.window != UNLIMITED,
-            soft_cap=g.soft_cap or 0.0,
-            sinks=g.sinks,
-            return_lse=return_lse,
-            pdl_trigger=pdl_trigger,
-        ),
-    )
-
-
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """Binds the launch of a plan's prompt chunks and of the items that are co-scheduled with them, for layers like
     `t`."""
-    given = arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
+    given = prefill_decode_arguments(t, plan, options.pdl.trigger, options.return_lse)._asdict()
     given |= {"num_warps": 4, "maxnreg": REGISTERS}
     return BoundLaunches(hopper_prefill_decode_kernel, [Grid(launch.num_ctas, given)], LAYER, of_layer)

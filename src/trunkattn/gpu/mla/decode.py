@@ -352,7 +352,6 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
         return layer_of(each), tma_descriptor(each.k_cache, g.segment_size)
 
     layer, desc = of_layer(t)
-    group_size = g.num_qo_heads // g.num_kv_heads
     given = LatentArguments(
         layer=layer,
         desc=desc,
@@ -363,7 +362,7 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
         queries_size=sizes["queries"],
         segments_size=sizes["segments"],
         C=constants(
-            g.num_qo_heads, group_size, g.page_size, g.segment_size, g.masked, options.return_lse, t.k_cache.itemsize
+            g.num_qo_heads, g.group_size, g.page_size, g.segment_size, g.masked, options.return_lse, t.k_cache.itemsize
         ),
     )
     compiled = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": True}

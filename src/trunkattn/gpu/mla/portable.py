@@ -208,7 +208,7 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
         "SHAPE": LatentShape(
             num_qo_heads=geometry.num_qo_heads,
             num_kv_heads=geometry.num_kv_heads,
-            group_size=geometry.num_qo_heads // geometry.num_kv_heads,
+            group_size=geometry.group_size,
             page_size=geometry.page_size,
             head_dim_v=geometry.head_dim_v,
             rope_dim=rope_dim,

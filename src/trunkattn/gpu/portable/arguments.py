@@ -115,7 +115,7 @@ def shape(geometry: Geometry) -> Shape:
     return Shape(
         num_qo_heads=geometry.num_qo_heads,
         num_kv_heads=geometry.num_kv_heads,
-        group_size=geometry.num_qo_heads // geometry.num_kv_heads,
+        group_size=geometry.group_size,
         page_size=geometry.page_size,
         head_dim=geometry.head_dim,
         head_dim_v=geometry.head_dim_v,
