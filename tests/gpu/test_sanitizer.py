@@ -110,6 +110,32 @@ def test_a_hand_over_is_set_aside_if_the_control_is_reported_too() -> None:
     assert "a race" in lines[0]
 
 
+BACKWARD, KEY_LOADS = (f"src/trunkattn/training/hopper/{name}.py" for name in ("backward", "key_loads"))
+BEHIND_INIT = exchange(
+    "hopper_backward_kernel", (KEY_LOADS, "mbarrier.init(dout_full"), (BACKWARD, "def hopper_backward_kernel(")
+)
+BEHIND_INIT = BEHIND_INIT._replace(second=BEHIND_INIT.second._replace(thread=128))
+
+
+def test_a_hand_over_can_have_the_line_of_the_init_ahead_of_it() -> None:
+    lines, clean = sanitizer.verdict(Counter([CONTROL, BEHIND_INIT]))
+    assert clean and any("key_loads.py" in line and line.endswith(sanitizer.HAND_OVER) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "hazard",
+    [
+        BEHIND_INIT._replace(first=BEHIND_INIT.first._replace(line=BEHIND_INIT.first.line + 1)),
+        BEHIND_INIT._replace(first=BEHIND_INIT.first._replace(thread=128)),
+        BEHIND_INIT._replace(first=BEHIND_INIT.first._replace(file="not_ours.py")),
+        BEHIND_INIT._replace(second=BEHIND_INIT.second._replace(line=BEHIND_INIT.second.line + 1)),
+        BEHIND_INIT._replace(kind="Potential WAR"),
+    ],
+)
+def test_another_access_behind_an_init_is_a_race(hazard: sanitizer.Hazard) -> None:
+    assert not sanitizer.verdict(Counter([CONTROL, hazard]))[1]
+
+
 def test_a_report_as_it_was_printed() -> None:
     line = line_of(CONTROL_FILE, "def warp_specialized_kernel(")
     printed = HEAD + PRINTED.format(written=line, read=line) + PRINTED.format(written=line, read=line) + summary(2)

@@ -9,8 +9,9 @@ latent kernel reports change sides with further barriers in the reading partitio
 Reports of three kinds are counted and set aside, each only if the checker makes them of a control, too, a kernel that
 has no race: one of test_warp_specialization.py for the first, of race_controls.cu for the others.
 
-- Triton hands the number and the arguments of a partition to its warps by accesses that belong to lines of the kernel
-  on which nothing of ours is shared: its `def`, and where warp specialization begins and ends.
+- Triton hands the number and the arguments of a partition to its warps by accesses that belong to lines on which
+  nothing of ours is shared: the `def` of the kernel, and where warp specialization begins and ends. The write can also
+  belong to the last `mbarrier.init` ahead of it, in another file too: ptxas gives it the line of what it follows.
 - A partition hands a value to another by shared memory and a named barrier, and the source shows it: the barrier that
   comes behind the write is the one ahead of the read.
 - Another one does so by an mbarrier.
@@ -44,6 +45,7 @@ HAND_OVER, NAMED, MBARRIER = "Triton's hand-over to partitions", "ordered by a n
 CONTROLS = {"warp_specialized_kernel": HAND_OVER, "named_barrier_kernel": NAMED, "mbarrier_kernel": MBARRIER}
 BARRIERS = {"barrier_sync": NAMED, "barrier_arrive": NAMED}
 BARRIERS |= {f"mbarrier.{name}": MBARRIER for name in ("arrive", "expect", "wait")}
+MBARRIER_INIT = "mbarrier.init"
 MAIN_THREADS = 128  # of the warps that a kernel begins with; those of the other partitions come behind
 ACCESS = r".*= +(\w+) Thread \((\d+),.* at (\w+)\S* .*in (?:\S*/)?([\w.]+):(\d+)\n"
 HAZARD = re.compile(rf"(Potential \w+) hazard detected .*\n{ACCESS}{ACCESS}")
@@ -75,9 +77,10 @@ class Hazard(NamedTuple):
             return None
         if write.file == read.file == CUDA_CONTROLS.name:
             return CONTROLS.get(write.kernel)
-        writes, reads = hand_over_lines(write.kernel, write.file)
+        writes, reads = hand_over_lines(read.kernel, read.file)
         across = write.thread < MAIN_THREADS <= read.thread
-        if write.file == read.file and across and write.line in writes and read.line in reads:
+        begins = (write.file == read.file and write.line in writes) or initializes_a_barrier(write.file, write.line)
+        if across and begins and read.line in reads:
             return HAND_OVER
         behind = barriers_around(write.kernel, write.file, write.line)[1]
         ahead = barriers_around(read.kernel, read.file, read.line)[0]
@@ -137,6 +140,20 @@ def hand_over_lines(kernel: str, file: str) -> tuple[frozenset[int], frozenset[i
                     reads = frozenset({node.lineno})
                     return reads | frozenset(range(begins[0], node.end_lineno + 1)), reads
     return frozenset(), frozenset()
+
+
+@cache
+def initializes_a_barrier(file: str, line: int) -> bool:
+    """Whether every file of ours of that name calls `mbarrier.init` in this line."""
+    inits = [
+        {
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == MBARRIER_INIT
+        }
+        for tree in sources(file)
+    ]
+    return bool(inits) and all(line in lines for lines in inits)
 
 
 def hazards_in(report: str) -> Counter[Hazard]:
