@@ -20,6 +20,7 @@ FLOORS = MappingProxyType(
         "compiled": 1,
         "interrupts": 0,
         "lazy": 1,
+        "memory": 0,
         "names": 0,
         "numerics": 0,
         "other_work": 0,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -355,6 +356,23 @@ def test_partial_results_that_no_memory_holds_are_refused(monkeypatch: pytest.Mo
         ):
             one_step(5, larger).plan(attention)
     assert torch.equal(step.run(attention)[0], expected)
+
+
+def test_heads_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's error of a CPU is a plain RuntimeError, and Numba's says no number of bytes."""
+    made, attention, step = torch.empty, make_attention(policy="per_query"), one_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, **options: made(1 << 60, dtype=torch.uint8))
+        message = "head_dim=32 and head_dim_v=32: expected heads of which memory holds a tile, not 1152921504606846976"
+        with pytest.raises(ValueError, match=message):
+            make_attention()
+        message = r"policy='per_query' makes \d+ items of 4 heads × 32 numbers, for which there is no memory: expected"
+        with pytest.raises(ValueError, match=message):
+            step.plan(attention)
+        patch.setattr("trunkattn.cpu.parallel.prepare", Mock(side_effect=MemoryError))
+        with pytest.raises(ValueError, match=message):
+            step.plan(attention)
+    step.run(attention)
 
 
 def test_rows_that_a_gpu_does_not_count_are_refused() -> None:

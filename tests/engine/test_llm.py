@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine import llm as llm_module
 from trunkattn.engine.assembly import size_cache
 from trunkattn.engine.model import inspect_model
+from trunkattn.engine.runner import ModelRunner
 from trunkattn.engine.scheduler import ScheduledBatch
 from trunkattn.engine.token_rules import TokenRules
 from trunkattn.kv_cache.manager import CacheManager
@@ -160,6 +162,24 @@ def test_an_error_in_a_step_ends_the_call_that_causes_it(
         answer = list(second)[-1][1].outputs[0]
         assert answer.finish_reason == "error" and "MemoryError: out of luck" in str(answer.error)
     assert not llm.engine.has_unfinished and llm.engine.usage().pages_held == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "2.00 GiB"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96 bytes. Error"), "96 bytes"),
+        (MemoryError("Unable to allocate 3.5 TiB for an array"), "3.5 TiB"),
+        (MemoryError(), "an unknown number of bytes"),
+    ],
+)
+def test_a_model_that_no_memory_holds_is_refused(
+    tiny_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, error: Exception, asked: str
+) -> None:
+    monkeypatch.setattr(ModelRunner, "try_step", Mock(side_effect=error))
+    message = r"^max_num_batched_tokens=64 and max_num_seqs=8 and num_pages=9: expected values with which model='.*'"
+    with pytest.raises(ValueError, match=rf"{message} fits into the memory of cpu, where the last {asked} that it"):
+        LLM(tiny_model("llama").path, max_num_batched_tokens=64, max_num_seqs=8, num_pages=9, device="cpu")
 
 
 @pytest.mark.parametrize("take", ["abort", "step"])

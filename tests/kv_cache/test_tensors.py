@@ -28,6 +28,21 @@ def contents(cache: KVCache) -> torch.Tensor:
     return torch.stack([torch.stack(cache.layer(layer)) for layer in range(2)])
 
 
+@pytest.mark.parametrize("num_pages", [10**14, 10**17, 10**30])  # more than memory, than NumPy counts, than int64
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cache_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch, num_pages: int, device: str) -> None:
+    def no_memory(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(torch, "zeros", no_memory)  # as on a GPU
+    with pytest.raises(ValueError) as refused:
+        make(num_pages=num_pages, device=device)
+    assert str(refused.value) == (
+        f"num_pages={num_pages}: expected a cache that fits into the memory of {device}, but it takes "
+        f"{num_pages * 2 * 2 * 4 * 3 * 8 * 4} bytes; lower num_pages"
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_layers_are_zeroed_views_of_one_allocation(dtype: torch.dtype) -> None:
     cache = make(dtype=dtype)

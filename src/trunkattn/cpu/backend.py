@@ -12,10 +12,11 @@ from trunkattn.cpu.block import Shape
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.inputs import LayerInputs, PromptChunks, Scale, scale_array
+from trunkattn.memory import memory_for
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.from_config import make_planner
-from trunkattn.planner.planner import Planned, StepTables
-from trunkattn.planner.work_list import UNLIMITED, PlanStats
+from trunkattn.planner.planner import Planned, StepTables, too_large
+from trunkattn.planner.work_list import UNLIMITED, PlanStats, WorkList
 
 
 class CpuStep(NamedTuple):
@@ -75,17 +76,20 @@ class CpuBackend:
             aligned_blocks=config.batch_invariant,
         )
         self._plain_options = self._make_options(None, None, None, None)
-        self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
+        widths = f"head_dim={config.head_dim} and head_dim_v={config.value_dim}"
+        with memory_for(lambda asked: f"{widths}: expected heads of which memory holds a tile, not {asked}"):
+            self._workspace = parallel.Workspace(self._threads, 0, 0, self._shape)
 
     def plan(self, batch: StepTables, into: CpuStep | None = None) -> CpuStep:
         """Plans a checked batch. `into` is ignored, because a step on a CPU has no arrays of fixed size."""
         planned = self._planner.plan(batch)
         shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)
         kept = planned.batch
-        prepared = parallel.prepare(
-            planned.work, kept.block_table, kept.seq_lens, kept.query_start_loc, shape, self._threads
-        )
-        self._reserve(prepared)
+        with memory_for(lambda _: self._no_memory(planned.work)):
+            prepared = parallel.prepare(
+                planned.work, kept.block_table, kept.seq_lens, kept.query_start_loc, shape, self._threads
+            )
+            self._reserve(prepared)
         return CpuStep(planned, prepared)
 
     @property
@@ -115,10 +119,15 @@ class CpuBackend:
         space = self._workspace
         lanes, slots = max(prepared.max_lanes, space.lanes), max(prepared.work.num_slots, space.num_slots)
         if (lanes, slots) != (space.lanes, space.num_slots):
-            try:
-                self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
-            except MemoryError as error:
-                raise ValueError(no_partials(self.config, slots)) from error
+            self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
+
+    def _no_memory(self, work: WorkList) -> str:
+        """The message for a work list that no memory holds what is computed of."""
+        config = self.config
+        if work.num_slots:
+            return no_partials(config, work.num_slots)
+        tiles = f"{len(work.items)} items of {config.num_qo_heads} heads × {config.head_dim} numbers"
+        return too_large(config.policy, f"{tiles}, for which there is no memory")
 
     def run(self, step: CpuStep, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         """Writes out; returns lse [num_query_tokens, num_qo_heads]."""

@@ -106,6 +106,18 @@ def check_memory(info: ModelInfo) -> None:
         )
 
 
+def no_room(info: ModelInfo, config: EngineConfig, asked: str) -> str:
+    """The message that there is no memory for a model that is made. asked: the bytes that were asked for at last."""
+    names = ["max_num_batched_tokens", "max_num_seqs"]
+    names += [name for name in ("num_pages", "kv_cache_bytes", "gpu_memory_utilization") if getattr(config, name)]
+    given = " and ".join(f"{name}={getattr(config, name)}" for name in names)
+    free = "" if info.device.type == "cpu" else ", or more free memory there"
+    return (
+        f"{given}: expected values with which model={str(info.files.path)!r} fits into the memory of {info.device}, "
+        f"where the last {asked} that it asked for are not free; lower one of them{free}"
+    )
+
+
 def keys_per_token(info: ModelInfo) -> int | None:
     """How many keys a token attends to in the time that the rest of the model takes for it: see `StepWork.of_keys`.
 

@@ -17,6 +17,7 @@ from trunkattn.engine.assembly import (
     keys_per_token,
     make_cache,
     make_runner,
+    no_room,
     size_cache,
 )
 from trunkattn.engine.config import EngineConfig
@@ -39,6 +40,7 @@ from trunkattn.engine.token_rules import ModelLimits
 from trunkattn.engine.turns import Turns
 from trunkattn.interrupts import held_interrupts
 from trunkattn.kv_cache.manager import CacheManager
+from trunkattn.memory import memory_for
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,13 @@ class LLM:
         check_memory(info)
         self.info = info
         self.tokenizer = load_tokenizer(info.files)
-        self.model = load_model(info, config.quantization)
-        num_pages, max_model_len = size_cache(info, config, self.model)
-        self.kv_cache = make_cache(info, config.page_size, num_pages)
-        self._runner = make_runner(self.model, info, config, self.kv_cache, max_model_len)
-        if info.device.type == "cuda":
-            self._runner.warm_up([1])  # compiles kernels, and shows whether the model can be captured
+        with memory_for(lambda asked: no_room(info, config, asked)):
+            self.model = load_model(info, config.quantization)
+            num_pages, max_model_len = size_cache(info, config, self.model)
+            self.kv_cache = make_cache(info, config.page_size, num_pages)
+            self._runner = make_runner(self.model, info, config, self.kv_cache, max_model_len)
+            if info.device.type == "cuda":
+                self._runner.warm_up([1])  # compiles kernels, and shows whether the model can be captured
         scheduler = Scheduler(
             CacheManager(num_pages, config.page_size, config.enable_prefix_caching),
             config.max_num_seqs,

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from trunkattn.kv_cache.page_pool import PageCopy
+from trunkattn.memory import memory_for
 from trunkattn.validate import check_int
 
+_MOST_BYTES: Final = 1 << 62  # more than torch and NumPy count
 _ALIGNMENT: Final = 64  # bytes, as in torch: a vector of a CPU then lies in one cache line
 
 
@@ -27,7 +29,8 @@ class KVCache:
             columns; num_kv_heads is 1 then. None: keys and values are apart.
 
     Raises:
-        TypeError, ValueError: a size is not an integer of at least 1, or `dtype` is not a floating-point type.
+        TypeError, ValueError: a size is not an integer of at least 1, `dtype` is not a floating-point type, or there is
+            no memory for the cache.
     """
 
     @torch.inference_mode(False)  # pages are written inside and outside of it
@@ -49,7 +52,14 @@ class KVCache:
         # Head-major: one head's keys of a page are contiguous, which a CPU decodes faster than token-major pages.
         parts = _parts(num_kv_heads, head_dim, latent_dim)
         shape = tuple(map(int, (num_layers, parts, num_pages, num_kv_heads, page_size, head_dim)))
-        self._storage = _zeros(shape, dtype, torch.device(device))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with memory_for(
+            lambda _: (
+                f"num_pages={self.num_pages}: expected a cache that fits into the memory of {device}, but it takes "
+                f"{num_bytes} bytes; lower num_pages"
+            )
+        ):
+            self._storage = _zeros(shape, num_bytes, dtype, torch.device(device))
         if latent_dim is None:
             self._layers = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self._storage]
         else:
@@ -98,12 +108,13 @@ class KVCache:
             self._storage[:, :, dst].copy_(self._storage[:, :, src])
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], num_bytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU the system makes the memory of a page when the page is first written: gigabytes of cache then
     cost no time at the start, and pages that are never used no memory."""
+    if num_bytes > _MOST_BYTES:
+        raise MemoryError
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
     memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
     begin = -memory.data_ptr() % _ALIGNMENT
     return memory[begin : begin + num_bytes].view(dtype).view(shape)

@@ -1,0 +1,34 @@
+"""Errors that say that there is no memory, as one sentence about what asked for it."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+_ASKED: Final = re.compile(r"(?:ried|nable) to allocate (\d[\d.]* \w+)")  # as torch and NumPy write it
+_ON_A_CPU: Final = "can't allocate memory"  # of torch, which has no type for this error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or the one that it was raised from, says that there is no memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, RuntimeError) and _ON_A_CPU in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+@contextmanager
+def memory_for(message: Callable[[str], str]) -> Iterator[None]:
+    """Raises ValueError in the place of an error that says that there is no memory. message: gives the sentence, from
+    the bytes that were asked for at last, such as "2.00 GiB"."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        texts = f"{error} {error.__cause__}"
+        asked = _ASKED.search(texts)
+        raise ValueError(message(asked[1] if asked else "an unknown number of bytes")) from error
