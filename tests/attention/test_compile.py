@@ -1,11 +1,12 @@
 """Code around the library may be compiled by torch: the kernels stay as they are."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, merge_states, write_kv
+from trunkattn import AttentionConfig, BatchAttention, merge_states, write_kv, write_latent
 from trunkattn.attention import Plan
 
 TABLE = torch.tensor([[0, 1, 2, 3 + row] for row in range(6)], dtype=torch.int32)
@@ -75,6 +76,37 @@ def test_a_graph_of_a_latent_cache_writes_into_what_it_gets() -> None:
     assert torch.equal(found, layer(expected)) and torch.equal(given, expected) and expected.abs().sum() > 0
 
 
+def test_a_graph_writes_into_caches_without_a_break() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 6, 2, 32, generator=generator)
+
+    def layer(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        write_kv(k * 2.0, v, *cache.unbind(2), SLOTS)  # two caches in one memory
+        write_latent(k[:, 0] + 1.0, v[:, 0, :8], rows, SLOTS + 16)
+        return cache * 2.0
+
+    given, expected = torch.zeros(2, 2, 16, 2, 2, 32)
+    rows, expected_rows = torch.zeros(2, 3, 16, 40)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(k, v, given, rows), layer(k, v, expected, expected_rows))
+    assert torch.equal(given, expected) and torch.equal(rows, expected_rows)
+    assert torch.equal(given[0, :6], torch.stack([k * 2.0, v], dim=1)) and not given[1:].any()
+    assert torch.equal(rows[1, :6], torch.cat([k[:, 0] + 1.0, v[:, 0, :8]], dim=1)) and not rows[0].any()
+
+
+def test_the_ops_are_what_torch_expects() -> None:
+    attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
+    plan, nothing = attention.plan(TABLE, LENS), [math.nan] * 3
+    q, out, cache = torch.ones(6, 4, 32), torch.zeros(6, 4, 32), torch.ones(9, 16, 2, 32)
+    ops, new = torch.ops.trunkattn, torch.ones(6, 2, 32)
+    for op, arguments in (
+        (ops.run, (plan.number, q, None, cache, cache, out, None, [None] * 3, nothing)),
+        (ops.write_kv, (new, new, *torch.zeros(2, 16, 2, 2, 32).unbind(2), SLOTS)),
+        (ops.write_latent, (new[:, 0], new[:, 1], torch.zeros(2, 16, 64), SLOTS)),
+    ):
+        assert set(torch.library.opcheck(op, arguments).values()) == {"SUCCESS"}
+
+
 def test_a_graph_checks_what_tracing_cannot_see() -> None:
     attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
     plan = attention.plan(TABLE, LENS)
@@ -87,3 +119,9 @@ def test_a_graph_checks_what_tracing_cannot_see() -> None:
     assert (q == 1).all()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="q requires grad: expected no gradient"):
         compiled(plan, q.clone().requires_grad_(), cache, cache)
+    write = torch.compile(write_kv, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match="k_cache lies in the memory of k: expected memory of its own"):
+        write(cache.view(-1, 2, 32)[:6], q[:, :2], cache, cache.clone(), SLOTS)
+    with pytest.raises(ValueError, match=r"slot_mapping\[5\]=144: expected a slot from 0 to 143"):
+        write(q[:, :2], q[:, 2:], cache, cache.clone(), SLOTS + 139)
+    assert (cache == 1).all()

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import library
 
 from trunkattn.cpu.write_kv import write_on_cpu
 from trunkattn.derivatives import check_none
@@ -40,7 +41,9 @@ def write_kv(
         >>> int(k_cache.sum())
         8
     """
-    _write(_New("k", k, "k_cache", k_cache), _New("v", v, "v_cache", v_cache), slot_mapping)
+    _check_all(_New("k", k, "k_cache", k_cache), _New("v", v, "v_cache", v_cache), slot_mapping)
+    write = torch.ops.trunkattn.write_kv if torch.compiler.is_compiling() else write_known
+    write(k, v, k_cache, v_cache, slot_mapping)
 
 
 def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -77,11 +80,13 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
             f"cache has rows of {cache.shape[2]} numbers: expected {width} + {rope.shape[1]}, those of latent and rope"
         )
     rows = cache.unsqueeze(2)
-    _write(
-        _New("latent", latent.unsqueeze(1), "cache", rows[..., :width]),
-        _New("rope", rope.unsqueeze(1), "cache", rows[..., width:]),
-        slot_mapping,
-    )
+    keys_and_values = _New("latent", latent.unsqueeze(1), "cache", rows[..., :width])
+    keys = _New("rope", rope.unsqueeze(1), "cache", rows[..., width:])
+    _check_all(keys_and_values, keys, slot_mapping)
+    if torch.compiler.is_compiling():
+        torch.ops.trunkattn.write_latent(latent, rope, cache, slot_mapping)
+    else:
+        write_known(keys_and_values.tensor, keys.tensor, keys_and_values.cache, keys.cache, slot_mapping)
 
 
 def write_known(
@@ -97,9 +102,7 @@ def write_known(
         with torch.cuda.device(k.device):  # launches go to the current device
             write_on_gpu(k, v, k_cache, v_cache, slot_mapping.contiguous())
     else:
-        # torch.compile leaves it alone: it cannot follow calls with addresses.
-        write = torch.compiler.disable(write_on_cpu) if torch.compiler.is_compiling() else write_on_cpu
-        write(k, v, k_cache, v_cache, slot_mapping)
+        write_on_cpu(k, v, k_cache, v_cache, slot_mapping)
 
 
 class _New(NamedTuple):
@@ -109,11 +112,6 @@ class _New(NamedTuple):
     tensor: torch.Tensor
     cache_name: str
     cache: torch.Tensor
-
-
-def _write(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
-    _check_all(first, second, slot_mapping)
-    write_known(first.tensor, second.tensor, first.cache, second.cache, slot_mapping)
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
@@ -150,7 +148,7 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
             f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
             f"{first.cache_name}, {tuple(first.cache.shape[:2])}"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the op sees where tensors lie
         return
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
         check_plain(name, tensor)
@@ -179,3 +177,15 @@ def _check(new: _New, num_tokens: int) -> None:
     expected = (num_tokens, *cache.shape[2:])
     if tuple(new.tensor.shape) != expected:
         raise ValueError(f"{new.name} has shape {tuple(new.tensor.shape)}: expected {expected}")
+
+
+# `torch.compile` takes each into its graph as one op of torch, which checks everything again when it runs.
+for _write, _arguments in (
+    (write_kv, "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()"),
+    (write_latent, "(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping) -> ()"),
+):
+    _name = f"trunkattn::{_write.__name__}"
+    library.define(_name, _arguments, tags=(torch.Tag.needs_exact_strides,))
+    for _device in ("cpu", "cuda"):
+        library.impl(_name, _device)(_write)
+    library.register_fake(_name)(lambda *given: None)
