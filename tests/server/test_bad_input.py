@@ -11,6 +11,8 @@ from .conftest import NAME, PATIENCE, Server
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
+NO_A = {"not": {"required": ["a"]}}  # no grammar says it
+TOOL_WITHOUT = {"type": "function", "function": {"name": "no_a", "parameters": {"properties": {"b": NO_A}}}}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
@@ -149,6 +151,24 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
         },
         "tools",
         "tools: json={",
+    ),
+    *(
+        (
+            CHAT,
+            {"messages": MESSAGES, "tools": [TOOL, TOOL_WITHOUT], "tool_choice": choice},
+            "tools",
+            "not at 'no_a.parameters/properties/b' cannot be compiled: write what is allowed with type, enum, const or",
+        )
+        for choice in ("required", {"type": "function", "function": {"name": "no_a"}})
+    ),
+    *(
+        (path, prompt | {name: form}, name, "expected a valid json; not at '#/items' cannot be compiled: write what is")
+        for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETE, {"prompt": "a"}))
+        for name, form in (
+            ("structured_outputs", {"json": {"items": NO_A}}),
+            ("response_format", {"type": "json_object", "schema": {"items": NO_A}}),
+            ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": NO_A}}}),
+        )
     ),
     (COMPLETE, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs.choice", "choice=[]: expect"),
     (COMPLETE, {"prompt": "a", "structured_outputs": {"regex": ""}}, "structured_outputs.regex", "regex='': expected"),

@@ -4,6 +4,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 from trunkattn.engine.form_limits import FormLimits, check_form, check_size
+from trunkattn.engine.form_schema import explain, rewrite
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
 from trunkattn.validate import shown
@@ -26,14 +27,18 @@ def library() -> Any:
 
 
 class FormGrammar(NamedTuple):
-    """The one form that is given: its name among the parameters, its value there, and the form as a grammar."""
+    """The one form that is given: its name among the parameters, its value there, the form as a grammar, and its JSON
+    schema as that has it, if it has one."""
 
     name: str
     value: Any
     grammar: str
+    schema: Any = None
 
     def refusal(self, reason: str | None) -> str:
         """The message that it cannot be compiled."""
+        if reason is not None and self.schema is not None:
+            reason = explain(self.schema, reason)
         return f"structured_outputs: {self.name}={shown(self.value)}: expected a valid {self.name}; {reason}"
 
 
@@ -53,7 +58,8 @@ def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> FormGrammar
 def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
     """The form in llguidance's Lark syntax."""
     if form.json is not None:
-        return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}")
+        rewrite(schema)
+        return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}", schema)
     if form.json_object:
         return FormGrammar("json_object", True, 'start: %json {"type": "object"}')
     if form.regex is not None:

@@ -1,14 +1,14 @@
 """The JSON schema of an answer that must call tools: a list of calls, each with the arguments of its tool."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from trunkattn.engine.form_schema import DATA, NAMED
 from trunkattn.server.lanes import Rest, no_rest
 from trunkattn.server.protocol import Tool
 
-# Keywords whose values are schemas by names, and those whose values are data and no schemas.
-_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA: Final = frozenset({"const", "enum", "default", "examples"})
+_PLACE: Final = re.compile(r"#/items/anyOf/(\d+)/properties/arguments")
 
 
 def calls_schema(tools: Sequence[Tool], only_one: bool, rest: Rest = no_rest) -> dict[str, Any]:
@@ -30,6 +30,11 @@ def calls_schema(tools: Sequence[Tool], only_one: bool, rest: Rest = no_rest) ->
     return {**schema, "maxItems": 1} if only_one else schema
 
 
+def told_of_tools(message: str, names: Sequence[str]) -> str:
+    """A message about `calls_schema` whose places are those in the parameters of tools, which have these names."""
+    return _PLACE.sub(lambda found: f"{names[int(found[1])]}.parameters", message)
+
+
 def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict[str, Any]:
     """A copy of a schema that stands at `root` of another one: its references lead to the same places. Those within a
     part that has an `$id` lead from that part anyway. rest: is called at every mapping and list."""
@@ -49,9 +54,9 @@ def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict
             copied = value
             if is_schema and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
                 copied = root + value[1:]
-            elif isinstance(value, Mapping | list) and not (is_schema and key in _DATA):
+            elif isinstance(value, Mapping | list) and not (is_schema and key in DATA):
                 copied = {} if isinstance(value, Mapping) else [None] * len(value)
-                waiting.append((value, copied, is_schema and key in _NAMED))
+                waiting.append((value, copied, is_schema and key in NAMED))
             target[key] = copied
     return whole
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
-from trunkattn.server.call_schemas import calls_schema
+from trunkattn.server.call_schemas import calls_schema, told_of_tools
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions
+from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions, Tool
 from trunkattn.server.service import Caller, Service, num_places
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer, new_call_id, parse_forced
@@ -58,7 +58,7 @@ class Chat:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        with told_as(self._form):
+        with told_as(self._form, reword=self._places_in_tools):
             return [await service.submission("messages", token_ids, params, self._caller)]
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
@@ -170,17 +170,25 @@ class Chat:
             raise BadRequest("function_call='none': expected tool_choice='none' where there are tools", "function_call")
         if not self._calls_are_forced:
             return None
-        if isinstance(choice, NamedToolChoice):
-            name = choice.function.name
-            tools = [tool for tool in tools if tool.function.name == name]
-            if not tools:
-                message = f"tool_choice.function.name={shown(name)}: expected the name of one of the tools"
-                raise BadRequest(message, "tool_choice.function.name")
+        tools = self._callable()
+        if isinstance(choice, NamedToolChoice) and not tools:
+            message = f"tool_choice.function.name={shown(choice.function.name)}: expected the name of one of the tools"
+            raise BadRequest(message, "tool_choice.function.name")
         if self._body.structured_outputs is not None:
             message = "structured_outputs is given with a tool_choice that forces a call: expected one of them"
             raise BadRequest(message, "structured_outputs")
         only_one = isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False
         return StructuredOutputsParams(json=calls_schema(tools, only_one, rest))
+
+    def _callable(self) -> list[Tool]:
+        """The tools that a forced call may call."""
+        choice, tools = self._body.tool_choice, self._body.tools or []
+        name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+        return [tool for tool in tools if name is None or tool.function.name == name]
+
+    def _places_in_tools(self, message: str) -> str:
+        """A message about the form of calls, as one about the tools."""
+        return told_of_tools(message, [tool.function.name for tool in self._callable()])
 
     def _visible(self, text: str) -> str:
         if self._calls_are_forced:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -97,15 +97,18 @@ def bad_request(field: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def told_as(field: str, name: str = "structured_outputs") -> Iterator[None]:
-    """Calls a field in errors as the request does. name: what the library calls it."""
+def told_as(
+    field: str, name: str = "structured_outputs", reword: Callable[[str], str] = lambda message: message
+) -> Iterator[None]:
+    """Calls a field in errors as the request does. name: what the library calls it. reword: changes more of their
+    messages."""
     try:
         yield
     except BadRequest as error:
         if error.param is None or not error.param.startswith(name):
             raise
         param, message = (field + text.removeprefix(name) for text in (error.param, str(error)))
-        raise BadRequest(message, param, error.status, error.code) from error
+        raise BadRequest(reword(message), param, error.status, error.code) from error
 
 
 def add_handlers(app: FastAPI) -> None:
