@@ -220,6 +220,7 @@ def test_a_fork_shares_the_partial_last_page_until_it_is_written() -> None:
     first, last = manager.pages("a")
     for name in "bc":
         manager.fork("a", name)
+        assert manager.extend(name, 6) == []  # nothing new to write
         assert manager.pages(name) == (first, last) and manager.num_tokens(name) == 6
     assert manager.num_pages_in_use == 2
     (copy,) = compute(manager, "b", [*ABC[:6], 20])

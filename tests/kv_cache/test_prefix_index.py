@@ -1,5 +1,6 @@
 """The prefix index: matching verified against the tokens, LRU eviction, and nothing left unreachable."""
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,23 @@ def test_match_returns_the_longest_prefix_in_whole_pages() -> None:
     assert index.match([1]) == []
     assert index.match([]) == []
     index.check_integrity()
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_a_salt_belongs_to_the_first_of_many_pages(page_size: int) -> None:
+    """Blocks are packed some at a time: those of each later portion begin with no salt."""
+    index, pages = PrefixIndex(page_size), list(range(50))
+    tokens = list(range(50 * page_size))
+    index.insert(index.root, tokens, pages, b"salt")
+    index.check_integrity()
+    assert index.match(tokens, b"salt") == pages
+    assert index.match(tokens) == index.match(tokens, b"other") == []
+
+
+def test_a_salt_stands_for_no_tokens() -> None:
+    index = PrefixIndex(page_size=2)
+    insert(index, [1, 2], [10])
+    assert index.match([2], array("i", [1]).tobytes()) == []
 
 
 def test_prefixes_branch() -> None:
@@ -118,6 +136,16 @@ def test_descendants_leave_with_an_evicted_page() -> None:
     assert sorted(index.evict(1)) == [10, 11, 12]
     assert 13 not in index and not index.is_indexed(leaf)
     assert len(index) == index.num_evictable == 0
+    index.check_integrity()
+
+
+def test_an_eviction_stops_at_the_number_asked_for() -> None:
+    index = PrefixIndex(page_size=1)
+    insert(index, [1, 2], [10, 11])
+    insert(index, [3], [20])
+    index.mark_unreferenced([10, 20, 11])  # 10 takes 11 along, which is enough
+    assert sorted(index.evict(2)) == [10, 11]
+    assert index.match([3]) == [20]
     index.check_integrity()
 
 
