@@ -29,6 +29,7 @@ from ..gpu.test_bound import Kernel
 
 BF16 = torch.bfloat16
 SUMS = torch.tensor([0, 40, 160], dtype=torch.int32)
+THREE = torch.tensor([0, 40, 100, 160], dtype=torch.int32)  # sequences of the same tokens have more blocks
 PLANTED = PrefixTree.from_segments([-1, 0, 0], [80, 48, 32])
 TREE = PLANTED.tables(torch.device("cpu"))
 KINDS = {
@@ -174,13 +175,15 @@ CHANGES: dict[str, Callable[[Tensors, Sequences], tuple[Tensors, Sequences]]] = 
     "window": lambda t, s: (t, replace(s, sliding_window=7)),
     "cap": lambda t, s: (t, replace(s, soft_cap=2.0)),
     "sinks": lambda t, s: (t, replace(s, sinks=torch.zeros(4))),
+    "sequences": lambda t, s: (t, replace(s, cu_seqlens_q=THREE, cu_seqlens_k=THREE)),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", PASSES)
 def test_what_a_launch_was_not_bound_for_is_bound_anew(name: str, change: str, kernels: dict[str, StandIn]) -> None:
-    t, sequences = make_tensors("batch"), KINDS["batch"]
+    kind = "packed" if change == "sequences" else "batch"
+    t, sequences = make_tensors(kind), KINDS[kind]
     changed = CHANGES[change](t, sequences)
     for _ in range(2):
         call(name, t, sequences)

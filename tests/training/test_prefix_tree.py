@@ -281,6 +281,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("tokens has 3 entries: expected 4, the sum of lengths", lambda: segments(-1, 0, tokens=[1, 2, 3])),
     ("position_ids[4]=4: expected 2, the number of the", lambda: segments(-1, 0, 0, position_ids=[0, 1, 2, 3, 4, 5])),
     ("subtree_end[1]=1: expected 2 to 3, the end of", lambda: PrefixTree.from_subtree_end([3, 1, 3])),
+    ("subtree_end[1]=1: expected 2 to 2, the end of", lambda: PrefixTree.from_subtree_end([1, 1])),
     ("subtree_end[1]=3: expected 2 to 2, the end of", lambda: PrefixTree.from_subtree_end([2, 3, 3])),
     ("weights has 1 entries: expected 2, one for each", lambda: segments(-1, 0, 0).pack([torch.ones(4)])),
     (
