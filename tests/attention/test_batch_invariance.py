@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import PagedBatch, random_forest
+from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import POLICIES
 
@@ -88,6 +88,13 @@ def test_the_batches_above_share_and_cut() -> None:
         cut += plan.step.planned.work.num_slots > 0
     assert shared >= 10
     assert cut >= 10
+
+
+def test_spans_that_begin_inside_a_block_of_keys_give_the_answer_of_the_oracle() -> None:
+    """Pages of 100 tokens make spans of 300, and blocks of keys on a CPU begin at multiples of 64."""
+    batch = tree_batch(parse_tree("1,2_600,150"), 100)
+    step = random_step(0, make_config("cascade", 100, dtype=torch.float32), batch)
+    step.assert_accurate(*step.run(BatchAttention(step.config, "cpu")))
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,26 @@ def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torc
         cache.copy_(before)
 
 
+@pytest.mark.parametrize("num_queries", [2, 3, 66])
+def test_a_window_may_end_before_or_behind_the_first_key_of_a_block(num_queries: int) -> None:
+    """The first block begins with the first key that the first query sees, which the last one may not see any more."""
+    table, count = np.arange(20, dtype=np.int32)[None], np.array([num_queries], np.int32)
+    batch = PagedBatch(table, np.array([311], np.int32), count, 16, 20)
+    step = one_step(batch=batch, window=150)
+    step.assert_accurate(*step.run(make_attention()))
+
+
+def test_pages_may_lie_more_than_2_to_the_31_elements_apart() -> None:
+    """Most of the memory between them is never touched, so that it costs nothing."""
+    attention = make_attention(dtype=torch.float16)
+    near, q = torch.randn(3, 16, 2, 32).half(), torch.randn(1, 4, 32).half()
+    apart = torch.empty(2**31 + 1024, dtype=torch.float16).as_strided(near.shape, (2**30, 64, 32, 1)).copy_(near)
+    plan = attention.plan(torch.arange(3, dtype=torch.int32)[None], torch.tensor([40], dtype=torch.int32))
+    expected = attention.run(plan, q, near, near)
+    for caches in ((apart, near), (near, apart)):
+        assert torch.equal(attention.run(plan, q, *caches), expected)  # type: ignore[arg-type]
+
+
 def test_an_interrupt_waits_for_the_end_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled functions that return arrays crash in one of some thousand interrupts."""
     attention, step, planned = make_attention(), one_step(), list[Any]()
