@@ -254,8 +254,11 @@ def test_what_is_not_finite_stays_with_those_that_see_it(policy: str, value: flo
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torch.dtype, value: float) -> None:
-    """Two requests read a trunk together, and the window of the longer one begins later."""
+@pytest.mark.parametrize("token", [5, 12])
+def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(
+    token: int, dtype: torch.dtype, value: float
+) -> None:
+    """Two requests read a trunk together. The shorter one sees tokens from 3 on, the longer one from 13 on."""
     config = AttentionConfig(2, 1, 16, 4, torch.float32, kv_dtype=dtype, policy="cascade")
     attention, generator = BatchAttention(config, "cpu"), torch.Generator().manual_seed(0)
     table = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 5, 6, 7]], dtype=torch.int32)
@@ -265,7 +268,7 @@ def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torc
     clean = attention.run(plan, q, k_cache, v_cache)
     for cache in (k_cache, v_cache):
         before = cache.clone()
-        cache[1, 1, 0, 3] = value  # token 5: the shorter request sees tokens from 3 on, the longer one from 13 on
+        cache[token // 4, token % 4, 0, 3] = value
         out = attention.run(plan, q, k_cache, v_cache)
         assert torch.equal(out[1], clean[1])  # type: ignore[arg-type]
         assert not out[0].isfinite().all() or cache is k_cache  # a key of -inf may be one that nobody wants
@@ -273,11 +276,11 @@ def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(dtype: torc
 
 
 @pytest.mark.parametrize("num_queries", [2, 3, 66])
-def test_a_window_may_end_before_or_behind_the_first_key_of_a_block(num_queries: int) -> None:
-    """The first block begins with the first key that the first query sees, which the last one may not see any more."""
+def test_what_one_query_sees_and_another_does_not_at_the_edges_of_blocks(num_queries: int) -> None:
+    """Of two queries, the second no longer sees the first key of the first block, nor the first one the last key of the
+    last block, which is full."""
     table, count = np.arange(20, dtype=np.int32)[None], np.array([num_queries], np.int32)
-    batch = PagedBatch(table, np.array([311], np.int32), count, 16, 20)
-    step = one_step(batch=batch, window=150)
+    step = one_step(batch=PagedBatch(table, np.array([312], np.int32), count, 16, 20), window=151)
     step.assert_accurate(*step.run(make_attention()))
 
 
