@@ -199,6 +199,9 @@ UNREAD: dict[str, dict[str, Any]] = {
     "logit_scale=0.5, which": {"logit_scale": 0.5},
     "use_qk_norm=True, which": {"use_qk_norm": True},
     "partial_rotary_factor=0.5, and transformers' llama rotates 16 of the 16": {"partial_rotary_factor": 0.5},
+    "routed_scaling_factor=2.5, which": {"routed_scaling_factor": 2.5},
+    "use_parallel_residual=True, which": {"use_parallel_residual": True},
+    "factor=4.0, .* with rope_type='default'": {"rope_parameters": {"rope_type": "default", "factor": 4.0}},
 }
 
 
@@ -211,6 +214,8 @@ def test_a_field_that_would_change_the_model_and_nobody_reads_is_refused(folder:
 
 def test_fields_that_change_nothing_pass(folder: Path) -> None:
     neutral = {"final_logit_softcapping": None, "logit_scale": 1.0, "use_qk_norm": False, "partial_rotary_factor": 1.0}
+    neutral |= {"routed_scaling_factor": 1.0, "use_parallel_residual": False}
+    neutral["rope_parameters"] = {"rope_type": "default", "factor": 1.0, "mrope_section": [2, 3, 3]}
     change(folder, {}, {**neutral, "_name_or_path": "a"})
     inspect_model(folder)
 

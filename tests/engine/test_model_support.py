@@ -16,6 +16,9 @@ from trunkattn.engine.model_support import check_supported, max_positions, probe
 from trunkattn.engine.packed_linear import PackedLinear
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5, "rope_theta": 1e4}
 
 
 def config_of(model_type: str, **options: Any) -> PretrainedConfig:
@@ -47,6 +50,18 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("ministral3", {**YARN, "llama_4_scaling_beta": 0.1}),
+        ("hunyuan_v1_dense", DYNAMIC),
+        ("llama", {**YARN, "finetuned": True}),
+    ],
+)
+def test_parameters_of_a_rotation_that_a_model_reads_pass(model_type: str, rope: dict[str, Any]) -> None:
+    assert check_supported(config_of(model_type, **SMALL, head_dim=16, rope_parameters=rope)) == []
+
+
+@pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
         ("t5", {}, "encoder-decoder"),
@@ -72,6 +87,12 @@ def test_plain_decoders_are_supported(model_type: str) -> None:
         ("gpt_neox", {"partial_rotary_factor": 0.75}, "rotates 24 of the 96 numbers"),
         ("gemma2", {"partial_rotary_factor": 0.5}, "rotates 256 of the 256 numbers"),
         ("qwen2", {"use_qk_norm": True}, "use_qk_norm=True, which transformers' qwen2 does not read"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True, which transformers' deepseek_v2 does not"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax', which"),
+        ("gpt_oss", {"hidden_act": "relu"}, "hidden_act='relu', which"),
+        ("mistral", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1, which"),
+        ("llama", {"rope_parameters": DYNAMIC}, "alpha=1000.0, which transformers' llama does not read with rope_type"),
+        ("llama", {"rope_parameters": LINEAR}, "attention_factor=1.5, which"),
     ],
 )
 def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:

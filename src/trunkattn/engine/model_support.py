@@ -1,7 +1,9 @@
 """Whether a model can run here, found only from its configuration: the reasons if not, or its attention's geometry."""
 
 import copy
+import inspect
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
 
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 from trunkattn.engine.hf_masks import UnsupportedAttention
@@ -45,8 +48,33 @@ CHANGES: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "clip_qkv": (0,),
         "no_rope_layers": ([],),
         "no_rope_layer_interval": (0,),
+        "dim_model_base": (),
+        **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale"), (1,)),
+        **dict.fromkeys(("key_multiplier", "embedding_scale", "route_scale", "router_scaling_factor"), (1,)),
+        **dict.fromkeys(("routed_scaling_factor", "moe_routed_scaling_factor"), (1,)),
+        **dict.fromkeys(("logits_soft_cap", "output_logit_soft_cap", "moe_router_logit_softcapping"), (0,)),
+        **dict.fromkeys(("swiglu_limit", "attn_temperature_tuning", "scale_embedding", "mup_enabled"), (0,)),
+        **dict.fromkeys(("use_parallel_residual", "parallel_attn", "scale_attn_by_inverse_layer_idx"), (0,)),
+        "apply_residual_connection_post_layernorm": (0,),
     }
 )
+# Fields of a type that its model in transformers never reads -> what that computes.
+COMPUTED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax"},
+        "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        "gpt_oss": {"hidden_act": "silu"},
+    }
+)
+# Parameters of a rotation that scale it -> the rope types that read them; a factor of 1 changes nothing.
+ROPE_SCALES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "factor": frozenset({"linear", "dynamic", "proportional", "yarn", "longrope", "llama3"}),
+        "attention_factor": frozenset({"yarn", "longrope"}),
+    }
+)
+# Other parameters: those that transformers documents belong to some rope type, and these change no text.
+ROPE_NAMES: Final = frozenset({*RopeParameters.__annotations__, "type", "finetuned", "mrope_interleaved"})
 # Fields that ask for a norm of queries and keys, and the modules that are one. Some models have it whatever their
 # configuration says.
 NORM_FIELDS: Final = ("use_qk_norm", "qk_norm", "qk_layernorm")
@@ -179,15 +207,16 @@ def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> l
 
 def unread_fields(config: PretrainedConfig) -> list[str]:
     """Fields that would change what the model computes, and that transformers' model of this type does not have."""
-    given = {name: value for name, value in vars(config).items() if name in CHANGES and value is not None}
-    told = {name: value for name, value in given.items() if value not in CHANGES[name]}
-    if not told:
-        return []
-    known = known_fields(config)
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    computed = COMPUTED.get(config.model_type, {})
+    told = {name: given[name] for name, value in computed.items() if given.get(name, value) != value}
+    changed = {name: value for name, value in given.items() if name in CHANGES and value not in CHANGES[name]}
+    if changed:
+        known = known_fields(config)
+        told |= {name: value for name, value in changed.items() if name not in known}
     return [
         f"its configuration has {name}={value!r}, which transformers' {config.model_type} does not read"
         for name, value in told.items()
-        if name not in known
     ]
 
 
@@ -224,6 +253,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         _check_rotation(model, config)
+        _check_rope_parameters(model, config)
         _check_norms(model, config)
         hold_rope(model)
         absorb_heads(model)
@@ -254,6 +284,22 @@ def _check_rotation(model: nn.Module, config: PretrainedConfig) -> None:
                 f"its configuration has partial_rotary_factor={share}, and transformers' {config.model_type} rotates "
                 f"{' or '.join(map(str, sorted(widths)))} of the {head_dim} numbers of a head"
             )
+
+
+def _check_rope_parameters(model: nn.Module, config: PretrainedConfig) -> None:
+    """Raises UnsupportedAttention for a parameter of the rotation that neither its rope type nor the model's own code
+    reads. transformers only warns of it."""
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    names = ROPE_NAMES | set(getattr(config, "ignore_keys_at_rope_validation", None) or ())  # the type's own
+    for rope in _rope_parameters(config):
+        for name, value in rope.items():
+            read_by, rope_type = ROPE_SCALES.get(name), rope.get("rope_type")
+            is_read = rope_type in read_by if read_by else name in names or f'"{name}"' in source
+            if not is_read and value is not None and not (name.endswith("factor") and value == 1):
+                raise UnsupportedAttention(
+                    f"its rope parameters have {name}={value!r}, which transformers' {config.model_type} does not read "
+                    f"with rope_type={rope_type!r}"
+                )
 
 
 def _check_norms(model: nn.Module, config: PretrainedConfig) -> None:
