@@ -20,6 +20,7 @@ LOG_INTERVAL: Final = 10.0  # seconds between log lines, as in vLLM's own statis
 PATHS: Final = ("decode", "mixed", "prefill", "full_graph")
 REASONS: Final = ("one_request", "nothing_shared", "no_decode")
 RING_STEPS: Final = 256
+SEND_INTERVAL: Final = 1.0  # seconds between copies of a GPU's numbers to the host, while steps run
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,11 @@ class KvReadStats:
         self.unshared[reason] += 1
         self._counters.unshared_steps[reason].inc()
 
-    def log(self) -> bool:
-        """Logs the totals if the last log line is `LOG_INTERVAL` old. Returns whether it did."""
+    def log(self) -> None:
+        """Logs the totals if the last log line is `LOG_INTERVAL` old."""
         now = time.monotonic()
         if now < self._logged + LOG_INTERVAL:
-            return False
+            return
         self._logged = now
         paths = ", ".join(f"{path} {count}" for path, count in self.paths.items())
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.unshared.items())
@@ -225,7 +226,6 @@ class KvReadStats:
             "TrunkAttention, %d layers: %s by sharing; steps: %s; nothing shared in: %s",
             *(self._num_layers, self.traffic, paths, reasons or "none"),
         )
-        return True
 
 
 class StepTraffic(NamedTuple):
@@ -238,8 +238,8 @@ class StepTraffic(NamedTuple):
 class DeviceTraffic:
     """Fetches the traffic of plans that a GPU makes, without a wait.
 
-    Each step copies its numbers to a ring on the device. Now and then the ring is copied to the host, where the numbers
-    are read after they have arrived.
+    Each step copies its numbers to a ring on the device. The ring is copied to the host when it is full and every
+    `SEND_INTERVAL`, and the numbers are read there after they have arrived.
 
     Args:
         num_specs: layer specs of the group.
@@ -258,6 +258,7 @@ class DeviceTraffic:
         self._noted: list[tuple[int, int]] = []  # requests and padding of each step in the ring
         self._sent: list[tuple[int, int]] = []
         self._reported = 0
+        self._sent_at = time.monotonic()
 
     def note(self, traffics: list[torch.Tensor], num_requests: int, padding: int = 0) -> None:
         """Adds a step to the ring.
@@ -278,6 +279,11 @@ class DeviceTraffic:
         """Whether the ring must be sent before another step."""
         return len(self._noted) == RING_STEPS
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the last `send` is `SEND_INTERVAL` ago."""
+        return time.monotonic() >= self._sent_at + SEND_INTERVAL
+
     def send(self) -> None:
         """Starts the copy to the host, unless an earlier one has not been taken.
 
@@ -291,6 +297,7 @@ class DeviceTraffic:
         if self._arrival is not None:
             self._arrival.record()
         self._sent, self._noted = self._noted, []
+        self._sent_at = time.monotonic()
 
     @property
     def errors(self) -> int:
@@ -336,7 +343,7 @@ def tokens_of(plan: Plan) -> tuple[int, int]:
 def count_arrivals(
     stats: KvReadStats, traffic: DeviceTraffic, token_bytes: list[int], write_error: Callable[..., object]
 ) -> None:
-    """Counts the steps whose numbers have arrived, logs, and starts the next copy when it is due.
+    """Counts the steps whose numbers have arrived, logs if it is time to, and starts the next copy if it is due.
 
     Args:
         stats: the counters.
@@ -353,5 +360,6 @@ def count_arrivals(
         from trunkattn.gpu.device_planner.planner import errors_of
 
         write_error("TrunkAttention got a batch with values out of bounds: %s", "; ".join(errors_of(bits)))
-    if stats.log() or is_full:
+    stats.log()
+    if is_full or traffic.is_due:
         traffic.send()

@@ -233,7 +233,7 @@ def test_the_request_table_is_read_before_a_replay(card: None) -> None:
 
 def test_counters(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step counts once the next one begins; captures do not, nor does padding."""
-    monkeypatch.setattr(common, "LOG_INTERVAL", math.inf)  # each line of the log fetches what was counted
+    monkeypatch.setattr(common, "SEND_INTERVAL", math.inf)
     lines: list[str] = []
     monkeypatch.setattr(cuda.logger, "info", lambda message, *values: lines.append(message % values))
     runner = make_runner({}, {"sliding_window_size": 15}, {}, tp_rank=23)

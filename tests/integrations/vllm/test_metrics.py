@@ -29,7 +29,7 @@ def test_paths_on_a_cpu(query_lens: list[int], decode_query_len: int, path: str)
 
 def test_counters(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step counts once the next one is planned; one that no layer ran from the host was a graph's."""
-    monkeypatch.setattr(common, "LOG_INTERVAL", math.inf)  # each line of the log fetches what was counted
+    monkeypatch.setattr(common, "SEND_INTERVAL", math.inf)
     gpu_engine.parallel_config.rank = 17  # labels of its own, in a registry that all tests share
     builder = make_builder(gpu_engine, make_layer(), make_layer(window=16))
     shared, single = make_batch([1, 1, 1], [110, 112, 114], shared=6), make_batch([1], [40])
@@ -80,9 +80,10 @@ def test_the_log(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatc
     for _ in range(3):
         run_step(builder, batch)
     assert lines == []
+    monkeypatch.setattr(common, "SEND_INTERVAL", -1.0)
+    run_step(builder, batch)
     monkeypatch.setattr(common, "LOG_INTERVAL", -1.0)
     run_step(builder, batch)
-    run_step(builder, batch)
-    assert len(lines) == 2, "the first sends the counts that the second has"
-    assert "4 steps, 0.2 MB of KV read, 0.2 MB (57%) saved" in lines[1]
-    assert "steps: decode 4; nothing shared in: none" in lines[1]
+    assert len(lines) == 1
+    assert "4 steps, 0.2 MB of KV read, 0.2 MB (57%) saved" in lines[0]
+    assert "steps: decode 4; nothing shared in: none" in lines[0]
