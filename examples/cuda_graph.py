@@ -7,6 +7,7 @@ A `Capacity` bounds the steps. The plan's arrays then have a fixed size, so `run
 copies nor waits.
 """
 
+import argparse
 import sys
 
 import torch
@@ -27,6 +28,7 @@ def batch(requests: int, shared_pages: int, own_pages: int) -> tuple[torch.Tenso
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not torch.cuda.is_available():
         sys.exit("This example needs an NVIDIA GPU and a CUDA build of torch; examples/library_cpu.py runs on a CPU.")
     torch.manual_seed(0)

@@ -5,6 +5,8 @@
 The first run compiles kernels. NUMBA_CACHE_DIR says where they are kept.
 """
 
+import argparse
+
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, write_kv
@@ -14,6 +16,7 @@ PAGE, REQUESTS, SHARED, LAYERS = 16, 32, 512, 2
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     config = AttentionConfig(num_qo_heads=9, num_kv_heads=3, head_dim=64, page_size=PAGE, dtype=torch.float32)
     attn = BatchAttention(config, device="cpu")

@@ -18,8 +18,10 @@ PAGE, SHARED_PAGES = 16, 40
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     device = parser.parse_args().device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU; expected cpu")
     torch.manual_seed(0)
     config = AttentionConfig(num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=PAGE, dtype=torch.float32)
     attn = BatchAttention(config, device=device)

@@ -6,6 +6,7 @@ It computes what `trunkattn.BatchAttention` computes under the policies `cascade
 of KV tokens (tests/docs/test_nano.py). It is slow. docs/nano.md walks through it.
 """
 
+import argparse
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -209,6 +210,7 @@ def nano_attention(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rng = np.random.default_rng(0)
     requests, page_size = 6, 4
     trunk = np.tile(np.arange(5), (requests, 1))  # 20 tokens for all

@@ -5,6 +5,8 @@
 A step of 32 requests: a system prompt for all, two tool sets, four documents, and what each request has of its own.
 """
 
+import argparse
+
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention
@@ -24,6 +26,7 @@ def block_table() -> torch.Tensor:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     table = block_table()
     seq_lens = torch.full((REQUESTS,), table.shape[1] * PAGE, dtype=torch.int32)
     print(f"{'policy':<10} {'KV tokens':>9} {'saved':>6} {'packs':>6} {'items':>6}")

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 try:
     import sglang
 except ImportError:
-    sys.exit('SGLang is not installed: pip install -e ".[sglang]" in TrunkAttention\'s folder.')
+    sglang = None
 
 import torch
 
@@ -71,6 +71,8 @@ def main() -> None:
     for name, least in (("questions", 1), ("repeat", 1), ("max_tokens", 2)):
         if (given := getattr(arguments, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {given}: expected {least} or more")
+    if sglang is None:
+        sys.exit('SGLang is not installed: pip install -e ".[sglang]" in TrunkAttention\'s folder.')
     found = {}
     for backend in [arguments.only] if arguments.only else BACKENDS:
         # An engine in a process of its own gives its memory back.

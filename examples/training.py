@@ -34,9 +34,11 @@ class Attention(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(default: cpu)")
     parser.add_argument("--steps", type=int, default=60, help="(default: 60)")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU; expected cpu")
     torch.manual_seed(0)
     width = 64
     embed, places = nn.Embedding(VOCABULARY, width), nn.Embedding(64, width)

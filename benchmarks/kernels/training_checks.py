@@ -22,6 +22,7 @@ from benchmarks.kernels.flash_training import plain
 from benchmarks.kernels.training_cells import Inputs, both_passes, random_inputs
 from benchmarks.kernels.training_peers import Shape, ours, torchs
 from benchmarks.kernels.tree_attentions import ours as ours_over_trees
+from benchmarks.lib.options import usable_device
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.workloads.training_trees import parse_training_tree
 
@@ -159,7 +160,8 @@ def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "LENGTH"), help="print the bytes of one memory figure")
     options = parser.parse_args()
     if options.peak:

@@ -41,7 +41,7 @@ from benchmarks.kernels.training_cells import (
 )
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, training_kernel
-from benchmarks.lib.options import accepted_by
+from benchmarks.lib.options import accepted_by, usable_device
 from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from trunkattn import PrefixTree
@@ -182,7 +182,8 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
     parser.add_argument(
         "--trees",
         nargs="+",

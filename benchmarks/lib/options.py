@@ -47,6 +47,15 @@ def need_gpu(instead: str = "") -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: torch finds no CUDA device: expected an NVIDIA GPU{instead}")
 
 
+def usable_device(text: str) -> str:
+    """Parses the name of a device, of which cuda needs a GPU."""
+    import torch
+
+    if text == "cuda" and torch.cuda.device_count() == 0:
+        raise argparse.ArgumentTypeError("torch finds no CUDA device: expected cpu, or an NVIDIA GPU")
+    return text
+
+
 def no_options(description: str | None) -> None:
     """Answers `--help`, and refuses any other argument, for a script that measures and writes without a question."""
     argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()

@@ -38,6 +38,29 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_it_answers_help_and_refuses_what_it_does_not_know(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Also without a GPU and without the engine that it is for."""
+    for argument, code in (("--help", 0), ("--nonsense", 2)):
+        with pytest.raises(SystemExit) as ended:
+            run(name, argument)
+        assert ended.value.code == code
+    said = capsys.readouterr()
+    assert f"examples/{name}" in said.out and f"usage: {name}" in said.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["mixed_step.py", "training.py"])
+def test_a_device_that_is_not_there_is_refused(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(name, "--device", "cuda")
+    assert "error: --device cuda: torch finds no GPU; expected cpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_it_compiles(name: str) -> None:
     compile((EXAMPLES / name).read_text(), name, "exec")

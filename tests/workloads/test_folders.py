@@ -1,13 +1,15 @@
 """The folders of benchmarks/, and the commands that start its scripts."""
 
+import argparse
 import ast
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.lib.options import no_options
+from benchmarks.lib.options import no_options, usable_device
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
@@ -36,6 +38,19 @@ def test_a_script_reads_its_command_line(path: Path) -> None:
     called = {node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
     names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in called}
     assert names & {"ArgumentParser", "no_options"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert usable_device("cpu") == "cpu"
+    with pytest.raises(argparse.ArgumentTypeError, match="torch finds no CUDA device: expected cpu, or an NVIDIA GPU"):
+        usable_device("cuda")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(BENCHMARKS)))
+def test_a_script_that_offers_cuda_looks_for_a_gpu(path: Path) -> None:
+    text = path.read_text()
+    assert 'add_argument("--device"' not in text or "type=usable_device" in text
 
 
 def test_a_script_without_options_answers_help_alone(capsys: pytest.CaptureFixture[str]) -> None:
