@@ -62,3 +62,11 @@ def test_the_search_leaves_lab_notes_out(hooks: ModuleType) -> None:
         page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
         assert hooks.on_page_markdown("text", page) == "text"
         assert ("search" in page.meta) == left_out
+
+
+def test_no_line_ends_within_the_dashes_of_an_option(hooks: ModuleType) -> None:
+    page = '<p>a --b <code class="x--y">serve --max-seqs a--b <span>--c</span></code></p>'
+    assert hooks.on_page_content(page) == (
+        '<p>a --b <code class="x--y">serve <span class="option">--max</span>-seqs a--b '
+        '<span><span class="option">--c</span></span></code></p>'
+    )
