@@ -156,6 +156,14 @@ def test_several_plans_live_at_once() -> None:
         assert torch.equal(lse, expected[i][1])
 
 
+def test_a_small_plan_leaves_room_for_a_large_one() -> None:
+    attention, small = make_attention(), one_step()
+    table, lens, count = np.arange(20, dtype=np.int32)[None], np.array([312], np.int32), np.array([300], np.int32)
+    large = one_step(batch=PagedBatch(table, lens, count, 16, 20))
+    plan, _ = large.plan(attention), small.plan(attention)
+    assert all(map(torch.equal, large.run(attention, plan), large.run(make_attention())))
+
+
 def test_a_plan_outlives_the_growth_of_its_batch() -> None:
     attention = make_attention()
     batch = tree_batch(parse_tree("1,4_64,40"), 16)
@@ -254,15 +262,16 @@ def test_what_is_not_finite_stays_with_those_that_see_it(policy: str, value: flo
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("token", [5, 12])
+@pytest.mark.parametrize(("token", "shorter"), [(5, 0), (12, 1)])
 def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(
-    token: int, dtype: torch.dtype, value: float
+    token: int, shorter: int, dtype: torch.dtype, value: float
 ) -> None:
     """Two requests read a trunk together. The shorter one sees tokens from 3 on, the longer one from 13 on."""
     config = AttentionConfig(2, 1, 16, 4, torch.float32, kv_dtype=dtype, policy="cascade")
     attention, generator = BatchAttention(config, "cpu"), torch.Generator().manual_seed(0)
     table = torch.tensor([[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 5, 6, 7]], dtype=torch.int32)
-    plan = attention.plan(table, torch.tensor([17, 27], dtype=torch.int32), None, 14)
+    lens, longer = torch.tensor([17, 27], dtype=torch.int32), 1 - shorter
+    plan = attention.plan(table[[shorter, longer]], lens[[shorter, longer]], None, 14)
     q = torch.randn(2, 2, 16, generator=generator)
     k_cache, v_cache = (torch.randn(8, 4, 1, 16, generator=generator).to(dtype) for _ in range(2))
     clean = attention.run(plan, q, k_cache, v_cache)
@@ -270,8 +279,8 @@ def test_what_is_not_finite_stays_with_those_whose_window_reaches_it(
         before = cache.clone()
         cache[token // 4, token % 4, 0, 3] = value
         out = attention.run(plan, q, k_cache, v_cache)
-        assert torch.equal(out[1], clean[1])  # type: ignore[arg-type]
-        assert not out[0].isfinite().all() or cache is k_cache  # a key of -inf may be one that nobody wants
+        assert torch.equal(out[longer], clean[longer])  # type: ignore[arg-type]
+        assert not out[shorter].isfinite().all() or cache is k_cache  # a key of -inf may be one that nobody wants
         cache.copy_(before)
 
 
