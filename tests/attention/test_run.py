@@ -373,6 +373,15 @@ def test_a_part_that_nobody_wants_leaves_the_weight_to_the_others(policy: str) -
     torch.testing.assert_close(lse.double(), own[1], rtol=0, atol=1e-5)
 
 
+def test_scales_of_heads_and_sinks_apply_to_what_is_merged() -> None:
+    attention = make_attention(policy="cascade", sinks=True)
+    scales = {name: torch.tensor([0.5, 3.0]) for name in ("q_scale", "k_scale", "v_scale")}
+    step = random_step(0, attention.config, TREE, sinks=torch.randn(4), **scales)
+    plan = step.plan(attention)
+    assert plan.step.planned.work.num_slots > 0
+    step.assert_accurate(*step.run(attention, plan))
+
+
 def test_partial_results_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, step = make_attention(policy="cascade"), one_step()
     expected = step.run(attention)[0]
