@@ -13,12 +13,20 @@ from hypothesis import strategies as st
 from benchmarks.workloads import tree_batch
 from trunkattn.analysis.trees import PrefixTree
 from trunkattn.config import Capacity
+from trunkattn.gpu.device_planner import batch_invariant as device_planner
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.check import _check_spans, check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS, invariant_limits, invariant_list
 from trunkattn.planner.tiles.candidates import TilingRule
-from trunkattn.planner.work_list import QUERY_START, SEGMENT_SHARED_END, SEGMENT_START, UNLIMITED, TileList
+from trunkattn.planner.work_list import (
+    QUERY_START,
+    SEGMENT_SHARED_END,
+    SEGMENT_START,
+    UNLIMITED,
+    TileLimits,
+    TileList,
+)
 
 from ..planner.specs import forest_of
 from ..planner.tile_cases import SEEDS, make_rule
@@ -184,6 +192,25 @@ def test_blocks_that_a_window_hides_are_left_out() -> None:
         SPAN_TOKENS - 8 - 368,
         200 - 64,
     ]
+
+
+def test_a_full_plan_of_more_query_tokens_than_a_cta_handles_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items and runs of entries begin and end anywhere in a CTA's block of them, and the arrays have room for no more
+    than the batch has."""
+    monkeypatch.setattr(device_planner, "_BLOCK", 4)
+    rule = invariant_rule(4, 16)
+    tree = tree_batch(PrefixTree((1, 2, 14), (SPAN_TOKENS, SPAN_TOKENS, 40)), 16)
+    starts = np.cumsum([0, 1, 3, *[1] * 8, 2, 1, 1, 1], dtype=np.int32)
+    batch = StepTables(tree.block_table, tree.seq_lens, starts, UNLIMITED)
+    host = host_list(rule, batch)
+    segments = len(host.items) * (SPAN_TOKENS // rule.segment_size)
+    limits = TileLimits(len(host.items), segments, len(host.queries), len(host.merge_queries), host.num_slots, 17)
+    planned = prepare(rule, Capacity(14, 17, tree.block_table.shape[1], 1 << 20), limits=limits)
+    planned.fill(batch)
+    assert planned.errors == [] and planned.plan.summary is not None
+    planned.assert_holds(host, batch)
+    read = int((host.segments[:, 1] >> 16).sum())
+    assert planned.plan.summary.tolist() == [0, read, int(batch.seq_lens.sum())]
 
 
 def test_limits_are_flagged() -> None:
