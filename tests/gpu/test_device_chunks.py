@@ -89,12 +89,15 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> 
         ((1,) * 9, 0),
         ((1,) * 7 + (40, 3), 2),
         ((20,) * 9, 9),
+        ((1,) * 7 + (40, 3), 2),
         ((1,) * 9, 0),
     ):
         batch = batch_of(*query_lens)
         step = planned(executor, batch, num_chunks, step)
         places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.chunks.flat.data_ptr()))
         assert step.num_chunks == num_chunks
+        begin, end = step.gpu_plan.arrays["overlapped"][:2].tolist()
+        assert begin == end or num_chunks, "items are computed twice"
         assert (step.only("chunks") is None) == (num_chunks < 9), "decodes have launches of their own"
         assert bool(step.counters.kv_tokens.any()) == (num_chunks < 9), "chunks are not counted there"
         stats, of_chunks = step.stats(), step.counters.chunks
