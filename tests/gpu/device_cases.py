@@ -1,5 +1,6 @@
 """A plan filled on the device beside the one that the host fills, for one rule and batch."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,15 +17,17 @@ from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles import layout as tiles
-from trunkattn.planner.tiles.candidates import TilingRule, query_positions, stages_of
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, stages_of
 from trunkattn.planner.tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits, TileList
 
 from ..planner.specs import forest_of
-from ..planner.tile_cases import arrays, tile, tiled
+from ..planner.tile_cases import arrays, make_rule, tile, tiled
+from .guarded_loads import guarded_loads
 from .kernel_cases import make_card, reserved
 
 ROOMY = TileLimits(items=4096, segments=1 << 18, queries=1 << 14, merged=1 << 12, slots=1 << 14, query_tokens=1 << 12)
+CANDIDATES = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
 GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 
 
@@ -34,11 +37,11 @@ def some_candidates(rule: TilingRule, candidate: int | None = None) -> Candidate
     return found if candidate is None else replace(found, passes=found.passes[candidate : candidate + 1])
 
 
-def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 2) -> Capacity:
-    """Of a batch, and a few of everything more."""
+def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 3) -> Capacity:
+    """Of a batch, with room for `spare` more of everything."""
     requests, pages = batch.block_table.shape
     tokens = int(batch.query_start_loc[-1])
-    return Capacity(requests + spare + 1, tokens + spare + 1, pages + spare + 1, num_pages)
+    return Capacity(requests + spare, tokens + spare, pages + spare, num_pages)
 
 
 def reserve(rule: TilingRule, limits: TileLimits, device: str, card: Card) -> GpuPlan:
@@ -73,8 +76,10 @@ class Planned:
         return errors_of(int(self.planner.errors))
 
     def fill(self, batch: StepTables) -> None:
-        table, lens, starts = (torch.from_numpy(array).to(self.plan.flat.device) for array in arrays(batch))
-        self.planner.fill(self.plan, table, lens, starts, batch.window)
+        device = self.plan.flat.device
+        table, lens, starts = (torch.from_numpy(array).to(device) for array in arrays(batch))
+        with guarded_loads() if device.type == "cpu" else nullcontext():
+            self.planner.fill(self.plan, table, lens, starts, batch.window)
 
     def assert_guarded(self) -> None:
         """Nothing was written outside an array."""
@@ -106,10 +111,12 @@ class Planned:
         candidate = self.chosen(batch) if candidate is None else candidate
         tiling = rule.priced.tilings[candidate]
         forest = forest_of(batch, rule.page_size)
+        queries, lens = np.diff(batch.query_start_loc).astype(np.int64), batch.seq_lens.astype(np.int64)
         assert self.plan.summary is not None
-        assert self.plan.summary.tolist()[:2] == [
+        assert self.plan.summary.tolist() == [
             candidate if self.candidate is None else 0,
             self.tokens_read(forest, batch, candidate),
+            np.minimum(lens, queries + batch.window - 1)[queries > 0].sum(),
         ]
         self.assert_holds(tile(rule, tiling, batch), batch)
 

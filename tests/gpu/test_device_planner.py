@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import parse_tree, random_forest, tree_batch
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner import candidates as device_candidates
-from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
-from trunkattn.gpu.device_planner.planner import ERRORS, DevicePlanner
+from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.device_planner.prefix_forest import Links, place_of
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
@@ -26,13 +25,12 @@ from trunkattn.planner.work_list import UNLIMITED, TileLimits
 from ..compiling import compile_report
 from ..planner.specs import as_batch, forest_of, make_batch
 from ..planner.tile_cases import CARD_TIMES, SEEDS, TREE_BATCH, WINDOWS, low_tiles, make_rule
-from .device_cases import ROOMY, Planned, capacity_for, prepare, some_candidates
+from .device_cases import CANDIDATES, capacity_for, prepare, some_candidates
 from .kernel_cases import make_card
 
 pytestmark = pytest.mark.slow
 
 REPORT = "tests.gpu.device_report"
-CANDIDATES = [tiling.name(make_rule(4, 16, 1)) for tiling in candidates(make_rule(4, 16, 1))]
 
 
 @triton.jit
@@ -116,21 +114,27 @@ def test_every_tiling_of_a_small_tree(candidate: int) -> None:
     planned.assert_equals_host(TREE_BATCH)
 
 
-@pytest.mark.parametrize("bytes_per_us", [1000, 60_000_000])
-def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int) -> None:
+@pytest.mark.parametrize("bytes_per_us, l2_bytes", [(1000, 50 << 20), (60_000_000, 50 << 20), (1000, 1 << 16)])
+def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int, l2_bytes: int) -> None:
+    """A small cache holds 64 tokens, fewer than tiles share; some requests have several query tokens and a window."""
+    batch = TREE_BATCH
+    if l2_bytes < 50 << 20:
+        starts = np.cumsum([0, 4, 1, 3, 9, 1, 1, 6, 1, 1, 20, 2, 2], dtype=np.int32)
+        batch = replace(TREE_BATCH, query_start_loc=starts, window=100)
+    rule = make_rule(4, 16, 16, num_kv_heads=2, l2_bytes=l2_bytes)
     card_times = CARD_TIMES._replace(bytes_per_us=bytes_per_us)
-    planned = prepare(replace(make_rule(4, 16, 16, num_kv_heads=2), card_times=card_times), capacity_for(TREE_BATCH))
-    planned.fill(TREE_BATCH)
-    planned.assert_equals_host(TREE_BATCH)
+    planned = prepare(replace(rule, card_times=card_times), capacity_for(batch))
+    planned.fill(batch)
+    planned.assert_equals_host(batch)
 
 
 def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More requests and columns than one pass of any kernel takes."""
-    monkeypatch.setattr(device_candidates, "_PAIRS", 32)
-    monkeypatch.setattr(device_candidates, "_BLOCK", 32)
-    monkeypatch.setattr(device_candidates, "_HASHED", 32)
+    """More requests and columns than one pass of any kernel takes, and as many as the capacity has."""
+    for name in ("_PAIRS", "_BLOCK", "_HASHED"):
+        monkeypatch.setattr(device_candidates, name, 32)
+    monkeypatch.setattr(device_candidates, "_CANDIDATE_BLOCK", 8)
     batch = as_batch(tree_batch(parse_tree("1,2,40_32,16,20"), 1, row_seed=1, page_seed=1))
-    planned = prepare(make_rule(4, 1, 16), capacity_for(batch))
+    planned = prepare(make_rule(4, 1, 16), capacity_for(batch, spare=0))
     planned.fill(batch)
     planned.assert_equals_host(batch)
 
@@ -148,10 +152,36 @@ def test_two_lowest_tiles_of_one_height() -> None:
         planned.assert_equals_host(batch)
 
 
+def test_an_item_merges_only_for_queries_that_it_holds() -> None:
+    """Seven of 20 requests end with the trunk, which is cut. Four of these stand at the edge of a low tile, whose item
+    reads only what others have left of theirs."""
+    trunk = [*range(1, 17)]
+    batch = make_batch([[*trunk, 20 + row] for row in range(20)], [256 if row % 3 == 1 else 265 for row in range(20)])
+    planned = prepare(make_rule(4, 16, 16, num_kv_heads=2), capacity_for(batch), CANDIDATES.index("64x64+16x64 fine"))
+    planned.fill(batch)
+    planned.assert_equals_host(batch)
+    assert planned.plan.arrays["merge_queries"][:4].tolist() == [4, 7, 16, 19]
+
+
+@pytest.mark.parametrize("name", [None, "64x64+16x64 fine"])
+def test_a_larger_batch_before_leaves_no_trace(name: str | None) -> None:
+    """By the tiling that is best, and by one of two launches, the second of which merges what the first leaves."""
+    rule, candidate = make_rule(4, 16, 16, num_kv_heads=2), None if name is None else CANDIDATES.index(name)
+    larger = as_batch(tree_batch(parse_tree("1,2,36_64,32,20"), 16, row_seed=0, page_seed=1))
+    planned = prepare(rule, capacity_for(larger, spare=0), candidate)
+    for batch in (larger, TREE_BATCH):
+        planned.fill(batch)
+        planned.assert_equals_host(batch)
+
+
 def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or that have the same pages in another order. All columns of the capacity are used, whose number is a power of
+    the parts into which the search divides them."""
     monkeypatch.setattr(device_candidates, "_HASHED", 4)
-    batch = make_batch([[*range(1, 11)], [20, *range(2, 11)], [*range(1, 6), 30, *range(7, 11)]])
-    planned = prepare(make_rule(4, 1, 16), capacity_for(batch), 0)
+    row = [*range(1, 10)]
+    assert len(row) == device_candidates._RADIX
+    batch = make_batch([row, [20, *row[1:]], [*row[:5], 30, *row[6:]], [2, 1, *row[2:]], row])
+    planned = prepare(make_rule(4, 1, 16), capacity_for(batch, spare=0), 0)
     planned.fill(batch)
     planned.assert_equals_host(batch)
 
@@ -174,104 +204,18 @@ def test_rows_that_share_ever_more_columns(seed: int) -> None:
 
 
 def test_rows_without_queries_are_padding() -> None:
-    """In the caller's tensors and beyond them; an empty batch empties the plan."""
-    batch = make_batch([[1, 2, 3], [], [1, 2, 4], [1, 2]], query_lens=[1, 0, 1, 0], columns=5)
+    """In the caller's tensors, with any length and pages, and beyond them; an empty batch empties the plan."""
+    batch = make_batch([[1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 2]], [3, 5000, 3, 2], query_lens=[1, 0, 1, 0], columns=5)
     rule = make_rule(4, 1, 1)
-    planned = prepare(rule, capacity_for(batch, spare=5))
+    planned = prepare(rule, capacity_for(batch, spare=6))
     planned.fill(batch)
+    assert planned.errors == []
     planned.assert_equals_host(batch)
     assert planned.plan.arrays["counts"][2 * len(rule.tiles)] > 0
     for empty in (make_batch([]), make_batch([[], []], query_lens=[0, 0])):
         planned.fill(empty)
         assert not planned.plan.arrays["counts"][: 2 * len(rule.tiles) + 2].any()
         planned.assert_guarded()
-
-
-def runs_of(planned: Planned) -> np.ndarray:
-    counts = planned.plan.arrays["counts"].numpy()
-    items = planned.plan.arrays["items"].numpy()[: 5 * counts[2 * len(planned.rule.tiles)]].reshape(-1, 5)
-    return planned.plan.arrays["segments"].numpy()[: 3 * items[:, 2].max(initial=0)].reshape(-1, 3)
-
-
-@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])
-def test_a_page_outside_the_cache_is_flagged_and_not_read(page: int) -> None:
-    batch = make_batch([[1, 2, 3, 4], [1, 2, 8]])
-    planned = prepare(make_rule(4, 1, 1), capacity_for(batch, num_pages=9))
-    planned.fill(batch)
-    assert planned.errors == []
-    batch.block_table[0, 2] = page
-    planned.fill(batch)
-    assert planned.errors == [ERRORS[BAD_PAGE.value]]
-    assert ((runs_of(planned)[:, 0] >= 0) & (runs_of(planned)[:, 0] < 9)).all()
-    planned.fill(make_batch([[1]]))
-    assert planned.errors == [ERRORS[BAD_PAGE.value]], "it stays until the caller sets it back"
-    planned.assert_guarded()
-
-
-def test_a_page_that_no_query_sees_may_be_any() -> None:
-    batch = make_batch([[-5, 2**31 - 1, 3, 4]], window=2)
-    planned = prepare(make_rule(4, 1, 1), capacity_for(batch, num_pages=9))
-    planned.fill(batch)
-    assert planned.errors == []
-    planned.assert_equals_host(batch)
-
-
-def test_a_sequence_longer_than_its_row_is_flagged_and_cut_short() -> None:
-    batch = make_batch([[1, 2, 3, 4], [1, 2, 8, 5]], seq_lens=[4, 5000])
-    planned = prepare(make_rule(4, 1, 1), capacity_for(batch))
-    planned.fill(batch)
-    assert planned.errors == [ERRORS[LONG_SEQUENCE.value]]
-    planned.assert_equals_host(replace(batch, seq_lens=np.array([4, 4], np.int32)))
-
-
-@pytest.mark.parametrize(
-    "starts",
-    [[0, 1, 0, 1], [0, 1, -3, 2], [0, 1, 1 << 20, 2], [-1, 1, 1, 2], [0, 1, 5, 6], [2**31 - 1, -(2**31), 0, 1]],
-)
-def test_query_tokens_that_cannot_be_are_flagged_and_left_out(starts: list[int]) -> None:
-    batch = make_batch([[1, 2, 3], [1, 2, 4], [1, 5]])
-    planned = prepare(make_rule(4, 1, 1), capacity_for(batch))
-    planned.fill(replace(batch, query_start_loc=np.array(starts, np.int32)))
-    assert ERRORS[BAD_QUERIES.value] in planned.errors
-    planned.assert_guarded()
-
-
-@pytest.mark.parametrize("name", ["items", "segments", "queries", "slots", "merged"])
-def test_a_plan_that_is_too_small_is_flagged_and_not_written_beyond(name: str) -> None:
-    """Whatever is left of it reads only what was written."""
-    rule = make_rule(4, 16, 16, num_kv_heads=2)
-    candidate = CANDIDATES.index("16x64 fine")
-    limits = replace(tile_limits(rule, capacity_for(TREE_BATCH)), **{name: 2})
-    planned = prepare(rule, capacity_for(TREE_BATCH), candidate, limits)
-    planned.fill(TREE_BATCH)
-    assert len(planned.errors) == (name != "merged"), "as many as the capacity's tokens always fit"
-    planned.assert_guarded()
-    arrays, kinds = planned.plan.arrays, len(rule.tiles)
-    counts = arrays["counts"].numpy()
-    assert counts[2 * kinds] <= limits.items
-    assert counts[2 * kinds + 1] <= limits.merged
-    items = arrays["items"].numpy()[: 5 * counts[2 * kinds]].reshape(-1, 5)
-    assert (items[:, 2] <= limits.segments).all()
-    assert (items[:, 4] <= limits.queries).all()
-    for start, end in items[:, 3:5]:
-        assert (arrays["partial_slots"].numpy()[start:end] < limits.slots).all()
-        assert (arrays["merge_slots"].numpy()[2 * start : 2 * end] <= limits.slots).all()
-    assert (arrays["merge_ranges"].numpy()[: 2 * counts[2 * kinds + 1]] <= limits.slots).all()
-
-
-@pytest.mark.parametrize("limit", [{"slots": 3}, {"items": 4}])
-def test_a_tiling_that_might_not_fit_is_passed_over(limit: dict[str, int]) -> None:
-    """One long request is cut into many items, unless the plan holds few of them or of their partial states."""
-    rule, batch = make_rule(4, 16, 16), make_batch([[*range(500)]], [8000])
-    free, bound = (prepare(rule, capacity_for(batch), limits=replace(ROOMY, **more)) for more in ({}, limit))
-    for planned in (free, bound):
-        planned.fill(batch)
-        assert planned.errors == []
-    free.assert_equals_host(batch)
-    best = free.chosen(batch)
-    assert rule.priced.tilings[best].waves > 0
-    assert bound.chosen(batch) != best
-    bound.assert_equals_host(batch)
 
 
 @pytest.mark.property
@@ -290,31 +234,6 @@ def test_no_numbers_make_it_write_outside_its_arrays(data: st.DataObject, seed: 
     planned = prepare(rule, Capacity(8, 12, 8, 5), limits=TileLimits(items, segments, queries, merged, slots, 12))
     planned.fill(StepTables(table, lens, starts, data.draw(WINDOWS)))
     planned.assert_guarded()
-
-
-@pytest.mark.parametrize(
-    "change, error, match",
-    [
-        ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, r"block_table of torch.int64"),
-        ({"seq_lens": torch.zeros(2)}, TypeError, r"seq_lens of torch.float32"),
-        ({"block_table": torch.zeros(6, dtype=torch.int32)}, ValueError, r"block_table of shape \(6,\)"),
-        ({"block_table": torch.zeros(9, 3, dtype=torch.int32)}, ValueError, r"block_table of shape \(9, 3\)"),
-        ({"block_table": torch.zeros(3, 2, dtype=torch.int32).t()}, ValueError, r"block_table on cpu with strides"),
-        ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ValueError, r"seq_lens of shape \(3,\)"),
-        ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, ValueError, r"query_start_loc of shape \(2,\)"),
-        ({"query_start_loc": torch.zeros(6, dtype=torch.int32)[::2]}, ValueError, r"query_start_loc on cpu with str"),
-    ],
-)
-def test_what_the_host_can_see_is_checked(change: dict, error: type[Exception], match: str) -> None:
-    rule = make_rule(4, 16, 1)
-    planned = prepare(rule, Capacity(8, 8, 4, 10))
-    step = {
-        "block_table": torch.zeros(2, 3, dtype=torch.int32),
-        "seq_lens": torch.zeros(2, dtype=torch.int32),
-        "query_start_loc": torch.zeros(3, dtype=torch.int32),
-    }
-    with pytest.raises(error, match=match):
-        planned.planner.fill(planned.plan, **(step | change), window=UNLIMITED)
 
 
 def test_buffers_are_allocated_once() -> None:
