@@ -44,7 +44,7 @@ class Path(NamedTuple):
     key: str | int
 
     def __str__(self) -> str:
-        """Such as "#/properties/name"."""
+        """The path as a JSON pointer, such as "#/properties/name"."""
         keys, path = list[str](), Path(self, "")
         while path.above is not None:
             path = path.above
