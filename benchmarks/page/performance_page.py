@@ -20,6 +20,7 @@ from benchmarks.page import (
     engine,
     fleets,
     host,
+    large_logs,
     latent,
     predictions,
     server,
@@ -104,8 +105,9 @@ def topics() -> tuple[Topic, ...]:
         ),
         Topic(
             "predictions", "Predictions and fleets",
-            "what `trunkattn analyze` predicts of engines, beside what was measured; what routing by prefix is worth",
-            (predictions.predictions, fleets.fleets),
+            "what `trunkattn analyze` predicts of engines, beside what was measured; what routing by prefix is worth; "
+            "what large logs take",
+            (predictions.predictions, fleets.fleets, large_logs.large_logs),
         ),
     )  # fmt: skip
 
