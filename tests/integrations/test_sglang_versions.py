@@ -17,6 +17,7 @@ from trunkattn.integrations.sglang import taken, versions
         ("0.5.23rc0", (0, 5, 23)),
         ("1.2.3", (1, 2, 3)),
         ("0.5.18.dev12+gabc", None),
+        ("0.5.18-dev3", None),
         ("0.0.0.dev0", None),
         ("main", None),
     ],

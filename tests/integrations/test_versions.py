@@ -18,6 +18,7 @@ from trunkattn.integrations.vllm import versions
         ("0.33.1.dev4+gabc", (0, 33)),
         ("0.1.dev12345+g0abcdef", None),
         ("0.12.dev3", None),
+        ("0.32.0garbage", None),
         ("dev", None),
     ],
 )

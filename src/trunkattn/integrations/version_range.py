@@ -1,7 +1,8 @@
 """The versions of an engine that its plug-in is tested with."""
 
-import re
 from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
 
 
 class VersionRange(NamedTuple):
@@ -23,9 +24,14 @@ class VersionRange(NamedTuple):
 
     def parse(self, version: str) -> tuple[int, ...] | None:
         """The first numbers of a release; None for any other build ("dev", "0.1.dev1+g0abc", "main")."""
-        numbers = r"\.".join([r"(\d+)"] * len(self.oldest))
-        found = re.match(rf"{numbers}(?!\d|\.?dev)", version)
-        return tuple(map(int, found.groups())) if found else None
+        try:
+            found = Version(version)
+        except InvalidVersion:
+            return None
+        count = len(self.oldest)
+        if found.is_devrelease and len(found.release) <= count:
+            return None  # a build on the way to this release
+        return found.release[:count]
 
     def caution(self, version: str) -> str | None:
         """A warning about a version; None if it is tested."""
