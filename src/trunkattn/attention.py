@@ -219,8 +219,9 @@ class BatchAttention:
             return self._backend.plan_on_device(inputs[:3], window, earlier, chunks), self.capacity.num_pages - 1
         # Compiled functions that return arrays may crash when they are interrupted. torch.compile cannot trace signals.
         with nullcontext() if torch.compiler.is_compiling() else held_interrupts():
-            (table, lens, starts), last_page = check_step(inputs, self.config.page_size, self.capacity, self.device)
-            return self._backend.plan(StepTables(table, lens, starts, window), earlier), last_page
+            checked = check_step(inputs, self.config.page_size, self.capacity, self.device)
+            tables = StepTables(checked.block_table, checked.seq_lens, checked.query_start_loc, window)
+            return self._backend.plan(tables, earlier), checked.last_page
 
     def overlaps(self, chunks: PromptChunks) -> bool:
         """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster

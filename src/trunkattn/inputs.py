@@ -109,10 +109,22 @@ def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capac
         )
 
 
-def check_step(
-    inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device
-) -> tuple[tuple[Int32Array, Int32Array, Int32Array], int]:
-    """Checks shapes and values. Returns (block table, lengths, query starts) and the highest page id."""
+class CheckedStep(NamedTuple):
+    """The tables of a step in host memory, whose values are right: see `BatchAttention.plan`. last_page: the highest
+    page id that a request names; -1 if none does."""
+
+    block_table: Int32Array
+    seq_lens: Int32Array
+    query_start_loc: Int32Array
+    last_page: int
+
+
+def check_step(inputs: StepInputs, page_size: int, capacity: Capacity | None, device: torch.device) -> CheckedStep:
+    """Checks shapes and values.
+
+    Raises:
+        ValueError, TypeError: naming the argument, the value and what was expected.
+    """
     table = _int32("block_table", inputs.block_table, (None, None), device)
     num_requests, max_pages = table.shape
     lens = _int32("seq_lens", inputs.seq_lens, (num_requests,), device)
@@ -126,11 +138,10 @@ def check_step(
     if capacity is not None:
         limit = min(limit, capacity.num_pages)
         _within(capacity, num_requests, starts, max_pages)
-    arrays = (table, lens, starts)
     found = _first_problem(table, lens, starts, page_size, limit)
     if found.problem:
-        raise ValueError(_describe(found, arrays, page_size, limit))
-    return arrays, found.last_page
+        raise ValueError(_describe(found, (table, lens, starts), page_size, limit))
+    return CheckedStep(table, lens, starts, found.last_page)
 
 
 def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages: int) -> None:

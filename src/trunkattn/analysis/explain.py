@@ -111,8 +111,9 @@ def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanatio
     """
     block_table, seq_lens = (torch.from_numpy(np.ascontiguousarray(array)) for array in tables)
     inputs = StepInputs(block_table, seq_lens, None, None, None)
-    (table, lens, starts), _ = check_step(inputs, prices.page_size, None, _CPU)
-    forest = Forest(*build_forest(table, lens, np.diff(starts), prices.page_size, 1))
+    step = check_step(inputs, prices.page_size, None, _CPU)
+    query_lens = np.diff(step.query_start_loc)
+    forest = Forest(*build_forest(step.block_table, step.seq_lens, query_lens, prices.page_size, 1))
     nodes = [
         TrieNode(
             parent=int(forest.parent[node]),
@@ -123,10 +124,10 @@ def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanatio
         )
         for node in range(len(forest.parent))
     ]
-    batch = DecodeBatch(table, lens, forest)
+    batch = DecodeBatch(step.block_table, step.seq_lens, forest)
     return Explanation(
         snapshot=Snapshot(0.0, nodes),
-        num_requests=len(lens),
+        num_requests=len(seq_lens),
         alone="FlashAttention" if prices.shape.latent_dim is None else "one by one",
         layers=[_layers(window, count, batch, prices) for window, count in prices.shape.layers_by_window.items()],
     )

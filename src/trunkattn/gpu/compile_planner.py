@@ -21,7 +21,6 @@ from trunkattn.gpu.cards import GpuFacts
 from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
-from trunkattn.planner.work_list import UNLIMITED
 
 _CPU: Final = torch.device("cpu")
 _PAGE_SIZE: Final = 16
@@ -42,8 +41,8 @@ def plan_every_kind(facts: GpuFacts, batch_invariant: bool) -> None:
     shared[:, :_SHARED_PAGES] = own[0, :_SHARED_PAGES]
     for table in (shared, own):
         for later in (0, 1):
-            tables, _ = check_step(StepInputs(table, lens + later, starts, None, None), _PAGE_SIZE, None, _CPU)
-            backend.plan(StepTables(*tables, UNLIMITED)).stats()
+            step = check_step(StepInputs(table, lens + later, starts, None, None), _PAGE_SIZE, None, _CPU)
+            backend.plan(StepTables(step.block_table, step.seq_lens, step.query_start_loc)).stats()
 
 
 def main(arguments: str) -> None:
