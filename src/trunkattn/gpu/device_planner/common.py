@@ -113,6 +113,33 @@ class EntryArrays(NamedTuple):
 
 
 @triton.jit
+def fields_at(first, distance, COUNT: tl.constexpr):
+    """Returns COUNT pointers, each `distance` behind the one before: those to the fields of a record."""
+    pointers: tl.tuple = ()
+    for field in tl.static_range(COUNT):
+        pointers += (first + field * distance,)
+    return pointers
+
+
+@triton.jit
+def load_fields(pointers, i):
+    """Returns element i behind each pointer. The loads of fields that a kernel does not use are not compiled."""
+    values: tl.tuple = ()
+    for field in tl.static_range(len(pointers)):
+        values += (tl.load(pointers[field] + i),)
+    return values
+
+
+@triton.jit
+def load_row(row, COUNT: tl.constexpr):
+    """Returns the COUNT columns of a row, those of a table whose rows are records."""
+    values: tl.tuple = ()
+    for field in tl.static_range(COUNT):
+        values += (tl.load(row + field),)
+    return values
+
+
+@triton.jit
 def trigger_and_wait(PDL: tl.constexpr):
     """Lets the next launch start. Then it waits for the launch ahead, and so for all before it, if `layer.Pdl` says
     so."""

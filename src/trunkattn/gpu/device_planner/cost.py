@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.common import counts_of, trigger_and_wait
+from trunkattn.gpu.device_planner.common import counts_of, load_row, trigger_and_wait
 from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, share_of, step_of
 from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.tiles.cost import StageLoad, TileTimes
@@ -57,32 +57,14 @@ class ChoiceArrays(NamedTuple):
 @triton.jit
 def load_pass(passes, number):
     """Loads a row of the table of passes. Candidate c has the rows 2 * c and 2 * c + 1."""
-    row = passes + number * PASS_COLUMNS
-    return Pass(
-        stage=tl.load(row),
-        tile_index=tl.load(row + 1),
-        num_splits=tl.load(row + 2),
-        height=tl.load(row + 3),
-        block_segments=tl.load(row + 4),
-        subtiles=tl.load(row + 5),
-        private_segments=tl.load(row + 6),
-        subtile_entries=tl.load(row + 7),
-    )
+    return Pass(*load_row(passes + number * PASS_COLUMNS, PASS_COLUMNS))
 
 
 @triton.jit
 def tile_times(tiles, tile_index):
     """Returns the times of a tile of the rule."""
     row = tiles + tl.maximum(tile_index, 0) * _TILE_COLUMNS
-    return TileTimes(
-        full_ns=tl.load(row),
-        masked_ns=tl.load(row + 1),
-        full_chain_ns=tl.load(row + 2),
-        masked_chain_ns=tl.load(row + 3),
-        num_slots=tl.load(row + 4),
-        ctas_per_sm=tl.load(row + 5),
-        read_percent=tl.load(row + 6),
-    )
+    return TileTimes(*load_row(row, _TILE_COLUMNS))
 
 
 @triton.jit

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.common import BIG, MANY_ITEMS, NUMBERS, counts_of, flag, trigger_and_wait
+from trunkattn.gpu.device_planner.common import (
+    BIG,
+    MANY_ITEMS,
+    NUMBERS,
+    counts_of,
+    fields_at,
+    flag,
+    load_fields,
+    trigger_and_wait,
+)
 from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_splits_of
 from trunkattn.gpu.device_planner.formulas import step_of
 from trunkattn.gpu.device_planner.layout import first_node, load_nodes, node_arrays, tile_arrays
@@ -56,13 +65,24 @@ class WorkArrays(NamedTuple):
     summary: Any
 
 
+class TiledBatch(NamedTuple):
+    """What the launches ahead leave: the entries of the batch, its status, the tiles of every stage, and the candidates
+    with their times (`EntryArrays`, `Status`, `Layout`, `ChoiceArrays`)."""
+
+    entries: Any
+    status: Any
+    layout: Any
+    choice: Any
+
+
 class Cut(NamedTuple):
-    """A pass of the chosen candidate."""
+    """A pass of the chosen candidate. From `stage` on the fields are those of `Pass`."""
 
     num_items: Any
     share: Any  # segments of an item
     stage: Any
     tile_index: Any
+    num_splits: Any
     height: Any
     block_segments: Any
     subtiles: Any
@@ -82,58 +102,19 @@ class Split(NamedTuple):
 @triton.jit
 def item_arrays(items, max_items):
     """Returns pointers to the fields of the items. `items` points to the first field."""
-    return Item(
-        pass_number=items,
-        entry=items + max_items,
-        tile_item=items + 2 * max_items,
-        begin=items + 3 * max_items,
-        end=items + 4 * max_items,
-        low=items + 5 * max_items,
-        high=items + 6 * max_items,
-        full=items + 7 * max_items,
-        size=items + 8 * max_items,
-        bucket=items + 9 * max_items,
-        nodes=items + 10 * max_items,
-        rows=items + 11 * max_items,
-        subtiles=items + 12 * max_items,
-    )
+    return Item(*fields_at(items, max_items, ITEM_FIELDS))
 
 
 @triton.jit
 def load_item(arrays, i):
-    """Loads one item. The loads of fields that a kernel does not use are not compiled."""
-    return Item(
-        pass_number=tl.load(arrays.pass_number + i),
-        entry=tl.load(arrays.entry + i),
-        tile_item=tl.load(arrays.tile_item + i),
-        begin=tl.load(arrays.begin + i),
-        end=tl.load(arrays.end + i),
-        low=tl.load(arrays.low + i),
-        high=tl.load(arrays.high + i),
-        full=tl.load(arrays.full + i),
-        size=tl.load(arrays.size + i),
-        bucket=tl.load(arrays.bucket + i),
-        nodes=tl.load(arrays.nodes + i),
-        rows=tl.load(arrays.rows + i),
-        subtiles=tl.load(arrays.subtiles + i),
-    )
+    """Loads one item."""
+    return Item(*load_fields(arrays, i))
 
 
 @triton.jit
 def _store_item(to, item):
-    tl.store(to.pass_number, item.pass_number)
-    tl.store(to.entry, item.entry)
-    tl.store(to.tile_item, item.tile_item)
-    tl.store(to.begin, item.begin)
-    tl.store(to.end, item.end)
-    tl.store(to.low, item.low)
-    tl.store(to.high, item.high)
-    tl.store(to.full, item.full)
-    tl.store(to.size, item.size)
-    tl.store(to.bucket, item.bucket)
-    tl.store(to.nodes, item.nodes)
-    tl.store(to.rows, item.rows)
-    tl.store(to.subtiles, item.subtiles)
+    for field in tl.static_range(ITEM_FIELDS):
+        tl.store(to[field], item[field])
 
 
 @triton.jit
@@ -153,34 +134,17 @@ def count_partials(partials, token, used):
 @triton.jit
 def _load_cut(choice, number):
     one = load_pass(choice.passes, number)
-    return Cut(
-        num_items=tl.load(choice.num_items + number),
-        share=tl.load(choice.share + number),
-        stage=one.stage,
-        tile_index=one.tile_index,
-        height=one.height,
-        block_segments=one.block_segments,
-        subtiles=one.subtiles,
-        private_segments=one.private_segments,
-        subtile_entries=one.subtile_entries,
-    )
+    return Cut(tl.load(choice.num_items + number), tl.load(choice.share + number), *one)
 
 
 @triton.jit
 def _select(condition, a, b):
     """Returns the cut `a` or `b`. Both are loaded before the condition is known, so that their loads need not wait for
     it."""
-    return Cut(
-        num_items=tl.where(condition, a.num_items, b.num_items),
-        share=tl.where(condition, a.share, b.share),
-        stage=tl.where(condition, a.stage, b.stage),
-        tile_index=tl.where(condition, a.tile_index, b.tile_index),
-        height=tl.where(condition, a.height, b.height),
-        block_segments=tl.where(condition, a.block_segments, b.block_segments),
-        subtiles=tl.where(condition, a.subtiles, b.subtiles),
-        private_segments=tl.where(condition, a.private_segments, b.private_segments),
-        subtile_entries=tl.where(condition, a.subtile_entries, b.subtile_entries),
-    )
+    fields: tl.tuple = ()
+    for field in tl.static_range(len(a)):
+        fields += (tl.where(condition, a[field], b[field]),)
+    return Cut(*fields)
 
 
 @triton.jit
@@ -241,6 +205,23 @@ def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr
 
 
 @triton.jit
+def _merges(entry, split, token, tall, num_entries, layout, of_token, SIZES: tl.constexpr):
+    """Returns 1 if an item merges the partials of its queries, else 0, and marks the queries whose partials it merges.
+
+    It is the only item of a lowest tile, and so holds the last partial of all its queries. It merges if there are
+    others, and not too many. `entry` is the first one of the tile, and `token` has the query tokens of all."""
+    ENTRIES: tl.constexpr = SIZES.nodes // 2
+    i = tl.arange(0, ENTRIES)
+    others = _tall_partials(entry + i, entry + split.low, entry + split.high, tall, num_entries, layout, SIZES, 16)
+    others = tl.where((split.low <= i) & (i < split.high), others, 0)
+    most = tl.max(others, 0)
+    merges = ((most > 0) & (most <= SIZES.fuse_up_to)).to(tl.int32)
+    is_fused = tl.where(merges > 0, others, 0) > 0
+    tl.store(of_token.fused + token, tl.full([ENTRIES], 1, tl.int32), mask=is_fused)
+    return merges
+
+
+@triton.jit
 def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
     """Returns the tile of an item, which is the last one whose items begin no later than that item."""
     tile = -1
@@ -257,19 +238,16 @@ def items_kernel(
     num_rows,
     num_columns,
     window,
-    entries,
-    status,
-    layout,
-    choice,
+    tiled,
     work,
     limits,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Writes every item of the chosen candidate, and counts the partials of each query token. Only a low tile that is
-    not cut can hold the last partial of all its queries when there are others, and, if it is the lowest tile, merge
-    them. The last CTA, which often has no item, sums up the plan."""
+    """Writes every item of the chosen candidate, and counts the partials of each query token. The last CTA, which often
+    has no item, sums up the plan."""
     trigger_and_wait(PDL)
+    entries, status, layout, choice = tiled
     candidate = chosen(choice.times, SIZES)
     counts = counts_of(status)
     num_entries = tl.load(counts.num_entries)
@@ -302,14 +280,7 @@ def items_kernel(
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
         if (nth == 1) & (num_splits_of(segments, step) == 1) & (cut.tile_index == 0):
-            others = _tall_partials(
-                entry + i, entry + split.low, entry + split.high, tall, num_entries, layout, SIZES, 16
-            )
-            others = tl.where(holds, others, 0)
-            most = tl.max(others, 0)
-            merges = ((most > 0) & (most <= SIZES.fuse_up_to)).to(tl.int32)
-            is_fused = tl.where(merges > 0, others, 0) > 0
-            tl.store(of_token.fused + token, tl.full([ENTRIES], 1, tl.int32), mask=is_fused)
+            merges = _merges(entry, split, token, tall, num_entries, layout, of_token, SIZES)
         bucket = cut.tile_index + merges * SIZES.heights
         _store_item(
             item_arrays(work.items + item, limits.items),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.common import BIG, NUMBERS, counts_of, trigger_and_wait
+from trunkattn.gpu.device_planner.common import BIG, NUMBERS, counts_of, fields_at, load_row, trigger_and_wait
 from trunkattn.gpu.device_planner.formulas import tile_blocks
 from trunkattn.planner.tiles.layout import Stage
 
@@ -82,31 +82,13 @@ TOTAL_FIELDS = tl.constexpr(len(Totals._fields))
 @triton.jit
 def load_stage(stages, stage):
     """Loads a row of the table of stages, whose columns are the fields of `Stage`."""
-    row = stages + stage * _STAGE_COLUMNS
-    return Stage(
-        height=tl.load(row),
-        least=tl.load(row + 1),
-        below=tl.load(row + 2),
-        block_segments=tl.load(row + 3),
-        num_splits=tl.load(row + 4),
-        subtiles=tl.load(row + 5),
-        private_segments=tl.load(row + 6),
-    )
+    return Stage(*load_row(stages + stage * _STAGE_COLUMNS, _STAGE_COLUMNS))
 
 
 @triton.jit
 def node_arrays(nodes, ENTRIES: tl.constexpr):
     """Returns the arrays from a tile's first node on. `nodes` points to that node in the first array of its stage."""
-    size: tl.constexpr = 2 * ENTRIES
-    return NodeArrays(
-        rows=nodes,
-        start=nodes + size,
-        end=nodes + 2 * size,
-        offset=nodes + 3 * size,
-        segments=nodes + 4 * size,
-        full=nodes + 5 * size,
-        full_end=nodes + 6 * size,
-    )
+    return NodeArrays(*fields_at(nodes, 2 * ENTRIES, NODE_FIELDS))
 
 
 @triton.jit
@@ -146,8 +128,7 @@ def store_nodes(arrays, k, node, used):
 @triton.jit
 def tile_arrays(tiles, stage, ENTRIES: tl.constexpr):
     """Returns the arrays of a stage."""
-    of_stage = tiles + stage * TILE_FIELDS * ENTRIES
-    return TileArrays(of_stage, of_stage + ENTRIES, of_stage + 2 * ENTRIES)
+    return TileArrays(*fields_at(tiles + stage * TILE_FIELDS * ENTRIES, ENTRIES, TILE_FIELDS))
 
 
 @triton.jit

@@ -248,12 +248,12 @@ class DevicePlanner:
     def _emit(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         """Writes the items and the plan's arrays."""
         arrays, sizes, limits = self._arrays, self._sizes, self._limits
+        tiled = items.TiledBatch(arrays.entries, arrays.status, arrays.layout, arrays.choice)
         work = items.WorkArrays(self._buffers["items"], self._buffers["partials"], plan.summary)
         # Batches that share have fewer items than the device has SMs.
         num_ctas = min(limits.items, self._card.num_sms * min(8, -(-sizes.tokens // 256)))
         launch(items.items_kernel, (num_ctas,))(
-            *(tables, len(tables.block_table), self._columns(tables), window, arrays.entries, arrays.status),
-            *(arrays.layout, arrays.choice, work, limits),
+            *(tables, len(tables.block_table), self._columns(tables), window, tiled, work, limits),
             SIZES=sizes,
             **self._pdl(),
         )
@@ -262,8 +262,7 @@ class DevicePlanner:
         warps = max(4, sizes.nodes // 16)
         lists = tile_list.PlanArrays(*(plan.arrays[name] for name in tile_list.PlanArrays._fields))
         launch(tile_list.lists_kernel, (max(4, 3 * self._card.num_sms),))(
-            *(tables, tables.block_table.stride(0), arrays.entries, arrays.status, arrays.layout, arrays.choice),
-            *(work, lists, limits),
+            *(tables, tables.block_table.stride(0), tiled, work, lists, limits),
             SIZES=sizes,
             num_warps=warps,
             maxnreg=168 if warps == 4 else 255,

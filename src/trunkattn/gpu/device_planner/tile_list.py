@@ -310,12 +310,11 @@ def _assign_role(num_items):
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def lists_kernel(
-    tables, row_stride, entries, status, layout, choice, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr
-):
+def lists_kernel(tables, row_stride, tiled, work, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Writes the plan's arrays. Where there are fewer items than CTAs, several CTAs list the segments of one item in
     turn."""
     trigger_and_wait(PDL)
+    entries, status, layout, choice = tiled
     counts = counts_of(status)
     num_items, num_tokens = tl.load(counts.num_items), tl.load(counts.num_tokens)
     arrays, of_token = item_arrays(work.items, limits.items), partial_arrays(work.partials, SIZES.tokens)
