@@ -239,7 +239,7 @@ def compile_hopper_forward(
     sinks: bool = False,
 ) -> Resources:
     """`hopper_forward_kernel`, for sequences of a batch, packed ones or a tree; as `compile_hopper_decode`."""
-    from trunkattn.training.common import Variant
+    from trunkattn.training.arguments import Variant
     from trunkattn.training.hopper import forward
     from trunkattn.training.spec import hopper_forward_tile
 

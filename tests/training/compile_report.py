@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernels.compile_ahead import signature_of
+from trunkattn.training.arguments import Batch, Variant, attention_shape
 from trunkattn.training.backward import prepare_kernel
 from trunkattn.training.backward_keys import keys_kernel
 from trunkattn.training.backward_queries import queries_kernel
-from trunkattn.training.common import Batch, Variant, attention_shape
 from trunkattn.training.forward import ForwardTensors, forward_kernel
 from trunkattn.training.spec import FlashTile, fitting_tile
 

@@ -18,7 +18,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from trunkattn.training.common import Batch, Scales, Variant
+from trunkattn.training.arguments import Batch, Scales, Variant
 from trunkattn.training.hopper.backward import REGISTERS, hopper_backward_kernel
 from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork, backward_tile
 from trunkattn.training.hopper.key_loads import DQ_BOX

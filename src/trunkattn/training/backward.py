@@ -18,18 +18,10 @@ import triton.language as tl
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.portable.online_softmax import LOG2_E
 from trunkattn.numerics import padded_head_dim
+from trunkattn.training.arguments import Batch, Width, arguments, contiguous_or_none, readable, with_batch, with_tables
 from trunkattn.training.backward_keys import KeysTensors, bind_key_gradients
 from trunkattn.training.backward_queries import QueriesTensors, bind_query_gradients
-from trunkattn.training.common import (
-    Batch,
-    Width,
-    arguments,
-    contiguous_or_none,
-    load_tile,
-    readable,
-    with_batch,
-    with_tables,
-)
+from trunkattn.training.common import load_tile
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
 

@@ -10,23 +10,10 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch
-from trunkattn.training.common import (
-    Arguments,
-    Batch,
-    Ranges,
-    Scales,
-    Strides,
-    bind_pass,
-    find_sequence,
-    load_tile,
-    logits_of,
-    row_places,
-    sees,
-    sequence_range,
-    store_tile,
-    through_cap,
-)
+from trunkattn.training.arguments import Arguments, Batch, Scales, Strides, bind_pass
+from trunkattn.training.common import find_sequence, load_tile, logits_of, sequence_range, store_tile, through_cap
 from trunkattn.training.spec import FlashTile
+from trunkattn.training.visibility import Ranges, row_places, sees
 
 
 class KeysTensors(NamedTuple):

@@ -10,22 +10,11 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch
-from trunkattn.training.common import (
-    Arguments,
-    Batch,
-    Scales,
-    Strides,
-    bind_pass,
-    find_queries,
-    load_tile,
-    logits_of,
-    row_places,
-    sees,
-    store_tile,
-    through_cap,
-)
+from trunkattn.training.arguments import Arguments, Batch, Scales, Strides, bind_pass
+from trunkattn.training.common import find_queries, load_tile, logits_of, store_tile, through_cap
 from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.spec import FlashTile
+from trunkattn.training.visibility import row_places, sees
 
 
 class QueriesTensors(NamedTuple):

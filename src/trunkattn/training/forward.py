@@ -24,24 +24,12 @@ from trunkattn.gpu.portable.online_softmax import (
     soft_capped,
     softmax_step,
 )
-from trunkattn.training.common import (
-    Batch,
-    Scales,
-    Strides,
-    arguments,
-    bind_pass,
-    find_queries,
-    load_tile,
-    readable,
-    row_places,
-    sees,
-    store_tile,
-    with_batch,
-    with_tables,
-)
+from trunkattn.training.arguments import Batch, Scales, Strides, arguments, bind_pass, readable, with_batch, with_tables
+from trunkattn.training.common import find_queries, load_tile, store_tile
 from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, card_tile
+from trunkattn.training.visibility import row_places, sees
 
 
 class ForwardTensors(NamedTuple):

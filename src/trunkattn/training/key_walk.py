@@ -7,14 +7,7 @@ block to the root.
 import triton
 import triton.language as tl
 
-from trunkattn.training.common import (
-    depths_of,
-    masked_block,
-    masked_blocks,
-    own_segment,
-    path_keys,
-    visible_keys,
-)
+from trunkattn.training.visibility import depths_of, masked_block, masked_blocks, own_segment, path_keys, visible_keys
 
 
 @triton.jit

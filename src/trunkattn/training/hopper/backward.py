@@ -15,20 +15,18 @@ from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.spec import BOX_DIMS
 from trunkattn.numerics import LN_2
-from trunkattn.training.backward import row_values
-from trunkattn.training.common import (
+from trunkattn.training.arguments import (
     Arguments,
     Batch,
     Width,
     arguments,
     contiguous_or_none,
-    find_sequence,
     readable,
-    sequence_range,
-    store_tile,
     with_batch,
     with_tables,
 )
+from trunkattn.training.backward import row_values
+from trunkattn.training.common import find_sequence, sequence_range, store_tile
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.key_blocks import BackwardConstants, BackwardTile, KeyWork, backward_tile

@@ -39,7 +39,7 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
-from trunkattn.training.common import Variant, readable, with_batch
+from trunkattn.training.arguments import Variant, readable, with_batch
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of

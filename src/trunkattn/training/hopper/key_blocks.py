@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 from trunkattn.gpu.hopper.online_softmax import copy_layout
 from trunkattn.gpu.hopper.pipeline import PipelineShape
 from trunkattn.numerics import LOG2_E
+from trunkattn.training.arguments import Variant
 from trunkattn.training.backward_keys import seen_by
-from trunkattn.training.common import Variant, find_sequence, sequence_range_32
+from trunkattn.training.common import find_sequence, sequence_range_32
 from trunkattn.training.spec import hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288

@@ -13,16 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from trunkattn.training.common import (
-    Depths,
-    find_sequence,
-    masked_block,
-    masked_blocks,
-    own_segment,
-    path_keys,
-    sequence_range_32,
-    visible_keys,
-)
+from trunkattn.training.common import find_sequence, sequence_range_32
+from trunkattn.training.visibility import Depths, masked_block, masked_blocks, own_segment, path_keys, visible_keys
 
 
 class Tables(NamedTuple):
