@@ -1,4 +1,4 @@
-"""The guide to `trunkattn analyze` names every field of what `--json` writes, and has the figures of its results."""
+"""The guide to `trunkattn analyze` names every field of what `--json` writes."""
 
 import re
 from dataclasses import fields

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch
 from trunkattn.training.arguments import Arguments, Batch, Scales, Strides, bind_pass
-from trunkattn.training.common import find_sequence, load_tile, logits_of, sequence_range, store_tile, through_cap
+from trunkattn.training.common import find_tokens, load_tile, logits_of, store_tile, through_cap
 from trunkattn.training.spec import FlashTile
 from trunkattn.training.visibility import Ranges, row_places, sees
 
@@ -183,6 +183,29 @@ def seen_by(batch, n, first, len_q, len_k, TILE: tl.constexpr, VARIANT: tl.const
 
 
 @triton.jit
+def _gradients(
+    block, queries, side, batch, ranges, scales, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
+):
+    """Returns the `KeyGradients` of a block, over the queries of a group in the `Ranges` that see it."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D: tl.constexpr = SHAPE.keys.padded
+    D_V: tl.constexpr = SHAPE.head_values.padded
+    state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D_V], tl.float32))
+    if VARIANT.causal or VARIANT.window or not VARIANT.even_k:
+        state = _add_group(
+            state, block, queries, side, batch, ranges.begin, ranges.full_begin, scales, SHAPE, TILE, VARIANT, True
+        )
+    state = _add_group(
+        state, block, queries, side, batch, ranges.full_begin, ranges.full_end, scales, SHAPE, TILE, VARIANT, False
+    )
+    if VARIANT.window or VARIANT.tree:
+        state = _add_group(
+            state, block, queries, side, batch, ranges.full_end, ranges.end, scales, SHAPE, TILE, VARIANT, True
+        )
+    return state
+
+
+@triton.jit
 def keys_kernel(
     tensors: KeysTensors,
     batch: Batch,
@@ -202,11 +225,8 @@ def keys_kernel(
     number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
     num_kv_heads = num_qo_heads // SHAPE.group_size
     kv_head, row = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
-    begin_q, begin_k, len_q, len_k = 0, 0, seqlen_q, batch.seqlen_k
-    if VARIANT.packed:
-        sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
-        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, seqlen_q)
-        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+    sequence, number = find_tokens(batch, number, batch.cu_seqlens_k, BLOCK_N, VARIANT)
+    begin_q, begin_k, len_q, len_k = sequence
     first = number * BLOCK_N
     k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
     v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head
@@ -237,20 +257,7 @@ def keys_kernel(
         len_k=len_k,
     )
     ranges = seen_by(batch, n, first, len_q, len_k, TILE, VARIANT)
-    D: tl.constexpr = SHAPE.keys.padded
-    D_V: tl.constexpr = SHAPE.head_values.padded
-    state = KeyGradients(tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D_V], tl.float32))
-    if VARIANT.causal or VARIANT.window or not VARIANT.even_k:
-        state = _add_group(
-            state, block, queries, side, batch, ranges.begin, ranges.full_begin, scales, SHAPE, TILE, VARIANT, True
-        )
-    state = _add_group(
-        state, block, queries, side, batch, ranges.full_begin, ranges.full_end, scales, SHAPE, TILE, VARIANT, False
-    )
-    if VARIANT.window or VARIANT.tree:
-        state = _add_group(
-            state, block, queries, side, batch, ranges.full_end, ranges.end, scales, SHAPE, TILE, VARIANT, True
-        )
+    state = _gradients(block, queries, side, batch, ranges, scales, SHAPE, TILE, VARIANT)
     k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
     begin = row * batch.seqlen_k + begin_k
     dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim

@@ -20,6 +20,15 @@ class Keys(NamedTuple):
     length: Any
 
 
+class SequenceTokens(NamedTuple):
+    """The tokens of a sequence in the tensors: where its queries and its keys begin, and how many they are."""
+
+    begin_q: Any
+    begin_k: Any
+    len_q: Any
+    len_k: Any
+
+
 class QueryBlock(NamedTuple):
     """A block of queries of one head. `first` is its first query, counted in its sequence, and `q` points to the
     sequence's first query. The sequence begins at token `begin` of the tensors and has `length` tokens."""
@@ -59,6 +68,18 @@ def sequence_range_32(cu_seqlens, sequence, tokens):
     """Returns the same as `sequence_range`, in int32 as TMA's coordinates are."""
     begin, length = sequence_range(cu_seqlens, sequence, tokens)
     return begin.to(tl.int32), length.to(tl.int32)
+
+
+@triton.jit
+def find_tokens(batch, block, cu_seqlens, BLOCK: tl.constexpr, VARIANT: tl.constexpr):
+    """Returns the `SequenceTokens` of a block of `BLOCK` tokens, and its number in the sequence. `cu_seqlens` is
+    the one of `batch` that counts these tokens."""
+    begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
+    if VARIANT.packed:
+        sequence, block = find_sequence(block, cu_seqlens, batch.num_sequences, BLOCK)
+        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
+        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+    return SequenceTokens(begin_q, begin_k, len_q, len_k), block
 
 
 @triton.jit
@@ -110,13 +131,10 @@ def find_queries(
     most keys."""
     block, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
     head, row = (other % batch.num_qo_heads).to(tl.int64), (other // batch.num_qo_heads).to(tl.int64)
-    begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
     if VARIANT.causal:
         block = batch.num_blocks - 1 - block
-    if VARIANT.packed:
-        sequence, block = find_sequence(block, batch.cu_seqlens_q, batch.num_sequences, TILE.block_m)
-        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+    sequence, block = find_tokens(batch, block, batch.cu_seqlens_q, TILE.block_m, VARIANT)
+    begin_q, begin_k, len_q, len_k = sequence
     q_head = q + row * strides.q_batch + begin_q * strides.q_token + head * strides.q_head
     kv_head = head // SHAPE.group_size
     k_head = k + row * strides.k_batch + begin_k * strides.k_token + kv_head * strides.k_head
