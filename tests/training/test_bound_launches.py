@@ -238,7 +238,8 @@ def test_an_eager_call_does_little(kind: str, kernels: dict[str, StandIn], monke
     with torch.library._scoped_library("trunkattn", "IMPL") as ops:
         ops.impl("flash_attention", op._forward_gpu, "CPU", allow_override=True)
         ops.impl("flash_attention_backward", op._backward_gpu, "CPU", allow_override=True)
-        both()
+        for _ in range(2):  # after a process's first call Python forgets once which classes it has compared
+            both()
         through_triton = [len(kernel.calls) for kernel in kernels.values()]
         for call, most in ((forward, 240), (both, 490)):
             profile = cProfile.Profile()
