@@ -214,7 +214,7 @@ class _Counted(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
         self._read(count)
         return count
 

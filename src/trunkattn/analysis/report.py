@@ -24,31 +24,30 @@ def to_dict(analysis: Analysis, *, show_text: bool = False) -> dict[str, Any]:
         show_text: include what the log's prompts say where they part. Otherwise no text of a prompt is in the result.
     """
     log = analysis.log
-    return _finite(
-        {
-            "version": JSON_VERSION,
-            "verdict": analysis.verdict,
-            "card": analysis.card,
-            "model": analysis.model,
-            "token_bytes": analysis.token_bytes,
-            "log": {
-                "source": log.source,
-                "format": log.format,
-                "num_lines": log.num_lines,
-                "unit": log.unit,
-                "num_out_of_order": log.num_out_of_order,
-                "num_requests": len(log.requests),
-                "num_skipped": log.num_skipped,
-                "skipped": [asdict(line) for line in log.skipped],
-                "tokens_from": log.tokens_from,
-            },
-            "ceiling": analysis.ceiling._asdict(),
-            "replays": [{**asdict(replay), **_derived(replay)} for replay in analysis.replays],
-            "fleet": [asdict(replay) for replay in analysis.fleet],
-            "spoilers": [asdict(spoiler) | ({} if show_text else {"examples": []}) for spoiler in analysis.spoilers],
-            "assumptions": all_assumptions(analysis),
-        }
-    )
+    values = {
+        "version": JSON_VERSION,
+        "verdict": analysis.verdict,
+        "card": analysis.card,
+        "model": analysis.model,
+        "token_bytes": analysis.token_bytes,
+        "log": {
+            "source": log.source,
+            "format": log.format,
+            "num_lines": log.num_lines,
+            "unit": log.unit,
+            "num_out_of_order": log.num_out_of_order,
+            "num_requests": len(log.requests),
+            "num_skipped": log.num_skipped,
+            "skipped": [asdict(line) for line in log.skipped],
+            "tokens_from": log.tokens_from,
+        },
+        "ceiling": analysis.ceiling._asdict(),
+        "replays": [{**asdict(replay), **_derived(replay)} for replay in analysis.replays],
+        "fleet": [asdict(replay) for replay in analysis.fleet],
+        "spoilers": [asdict(spoiler) | ({} if show_text else {"examples": []}) for spoiler in analysis.spoilers],
+        "assumptions": all_assumptions(analysis),
+    }
+    return {name: _finite(value) for name, value in values.items()}
 
 
 def _derived(replay: Replay) -> dict[str, float]:

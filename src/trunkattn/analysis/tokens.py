@@ -185,18 +185,21 @@ class TokenizerEncoder:
             return self.beginning + ByteEstimate().render(prompt)
         messages = [plain_message(message) for message in prompt.messages]
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=list(prompt.tools) or None, tokenize=False, add_generation_prompt=True
+            tools = list(prompt.tools) or None
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program, and may raise anything
             said = str(error)
             is_its_own = said in str(self.tokenizer.chat_template)  # else it may quote the messages
             why = f": {said[:120]!r}" if is_its_own else f", with a {type(error).__name__}"
             raise ValueError(f"messages: the chat template refuses them{why}") from error
+        return text
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
         """The text of token ids."""
-        return self.tokenizer.decode(ids)
+        text: str = self.tokenizer.decode(ids)
+        return text
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Texts with their counts and blocks."""
@@ -266,8 +269,8 @@ def _part(part: Any) -> str:
         raise ValueError("messages: expected a content of texts and objects with a type")
     kind = str(part.get("type", "part"))
     for key in ("text", "content") if kind != "blob" else ():
-        if isinstance(part.get(key), str):
-            return part[key]
+        if isinstance(text := part.get(key), str):
+            return text
     written = json.dumps(part, ensure_ascii=False, default=str)
     if not any(word in kind for word in MEDIA) and not any(name in part for name in ("inline_data", "inlineData")):
         return written

@@ -113,7 +113,7 @@ def tokenize(llm: "LLM", prompt: str, chat: bool | None) -> list[int]:
     if chat or (chat is None and has_template):
         conversation = [{"role": "user", "content": prompt}]
         return llm.render_chat(conversation)
-    return llm.tokenizer(prompt)["input_ids"]
+    return list(llm.tokenizer(prompt)["input_ids"])
 
 
 def print_stream(stream: Iterator[tuple[int, RequestOutput]], console: Console) -> list[RequestOutput]:

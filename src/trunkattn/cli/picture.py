@@ -55,7 +55,8 @@ class ForestPicture:
 
     def rows(self, node: int) -> list[int]:
         """Rows of the block table that share a node."""
-        return self.forest.order[self.forest.row_start[node] : self.forest.row_end[node]].tolist()
+        rows: list[int] = self.forest.order[self.forest.row_start[node] : self.forest.row_end[node]].tolist()
+        return rows
 
     def label(self, node: int) -> str | None:
         """Label of a node: the trunk's name, a group, or None."""

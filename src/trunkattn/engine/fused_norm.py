@@ -1,5 +1,6 @@
 """The norms of a model on a CPU, each as one call."""
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Final
 
@@ -23,7 +24,8 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, norm: nn.Module, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = norm.weight
-        self._factors, self._epsilon, self._plain = weight, epsilon, norm.forward
+        self._factors, self._epsilon = weight, epsilon
+        self._plain: Callable[[torch.Tensor], torch.Tensor] = norm.forward
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The rows, normalised."""

@@ -132,7 +132,8 @@ class TrunkStep:
         assert tensors.heads is not None
         latents = tensors.k.new_empty(*q.shape[:2], tensors.k.shape[2])
         self.attention.run(plan, tensors.heads.queries(q), k_cache, out=latents, sinks=tensors.sinks)
-        return tensors.heads.expand(latents)
+        outputs: torch.Tensor = tensors.heads.expand(latents)
+        return outputs
 
 
 @dataclass(frozen=True)

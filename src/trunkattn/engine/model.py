@@ -166,7 +166,8 @@ def _read_config(files: ModelFiles) -> PretrainedConfig:
         _check_code(files, config)
     with files.readable("read its configuration", "correct its config.json") as folder:
         if known_as is None:
-            return AutoConfig.from_pretrained(folder, **files.load_options)
+            found: PretrainedConfig = AutoConfig.from_pretrained(folder, **files.load_options)
+            return found
         own = {key: value for key, value in config.items() if key != "auto_map"}
         return CONFIG_MAPPING[known_as].from_dict({**own, "model_type": known_as})
 
@@ -328,7 +329,8 @@ def _device(name: str) -> torch.device:
 
 def _dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
-        return getattr(torch, name)
+        named: torch.dtype = getattr(torch, name)
+        return named
     if isinstance(config.dtype, torch.dtype) and not config.dtype.is_floating_point:
         raise ValueError(
             f"model: its configuration has dtype={dtype_name(config.dtype)!r}: expected one in which "

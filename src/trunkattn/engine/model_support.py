@@ -250,7 +250,7 @@ def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remo
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
         token_ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
         _check_rotation(model, config)
         _check_rope_parameters(model, config)

@@ -203,7 +203,7 @@ def _hides_tools(tokenizer: Any, messages: Any, options: ChatOptions, text: str)
     if template is None or _shows_tools(template, texts):
         return False
     bare = replace(options, tools=None).arguments()
-    return text == tokenizer.apply_chat_template(messages, chat_template=template, **bare)
+    return bool(text == tokenizer.apply_chat_template(messages, chat_template=template, **bare))
 
 
 @lru_cache
@@ -213,7 +213,7 @@ def _shows_tools(template: str, special_tokens: frozenset[tuple[str, str]]) -> b
 
     def render(messages: Any, tools: Any) -> str:
         variables = {"messages": [*messages], "tools": tools, "documents": None, "add_generation_prompt": True}
-        return compiled.render(**dict(special_tokens), **variables)
+        return str(compiled.render(**dict(special_tokens), **variables))
 
     try:
         if "tools" not in _variables_of(template):
@@ -315,6 +315,7 @@ def _part(name: str, part: Any) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         given = f"{name}.type={kind!r}" if kind is not None else f"{name}={shown(part)}"
         raise ValueError(f"{given}: expected a part of the type 'text'; this engine reads no images, audio or files")
-    if not isinstance(part.get("text"), str):
-        raise TypeError(f"{name}.text={shown(part.get('text'))}: expected a string")
-    return part["text"]
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"{name}.text={shown(text)}: expected a string")
+    return text

@@ -213,7 +213,8 @@ def _forward(
             logits_to_keep=inputs.logits_rows,
             trunk_step=make_step(plans, kv_cache, inputs.slots, inputs.expanded),
         )
-    return output.logits[0]
+    logits: torch.Tensor = output.logits[0]
+    return logits
 
 
 def _prompt_rows(chunks: Sequence[ScheduledChunk], query_start_loc: np.ndarray) -> list[np.ndarray]:

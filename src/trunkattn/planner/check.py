@@ -81,7 +81,8 @@ class _Reads:
         ]  # small: a chunk has many queries
 
     def _sees(self, query: int, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-        return (tokens <= self.position[query]) & (tokens > self.position[query] - self._window)
+        position = int(self.position[query])
+        return (tokens <= position) & (tokens > position - self._window)
 
     def add(self, query: int, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
         """Counts the tokens that the query sees, and returns these."""

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 from ipaddress import ip_address
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
@@ -276,12 +276,12 @@ class _Arriving:
         self._deadline = time.monotonic() + LIMITS.body_seconds
         self._complete = False
 
-    async def part(self) -> Any:
+    async def part(self) -> Message:
         """The next message of the connection; raises 408 if the body is late."""
         if self._complete:
             return await self._receive()
         try:
-            part: Any = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
+            part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
         except asyncio.TimeoutError:
             message = f"the body did not arrive within {LIMITS.body_seconds} s"
             raise HTTPException(_TOO_SLOW, message, {"Connection": "close"}) from None
@@ -295,7 +295,7 @@ async def _drain(receive: Receive) -> None:
     size, deadline = 0, time.monotonic() + _DRAIN_SECONDS
     while size < _DRAINED_BYTES and time.monotonic() < deadline:
         try:
-            part: Any = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            part = await asyncio.wait_for(receive(), deadline - time.monotonic())
         except (asyncio.TimeoutError, EngineFailed):
             return
         size += len(part.get("body", b""))

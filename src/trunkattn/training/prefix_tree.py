@@ -254,7 +254,8 @@ class PrefixTree:
                 yield segment, path[: depth + length].copy()
 
     def _position_ids(self) -> np.ndarray:
-        return np.arange(self.num_tokens) + np.repeat(self._offsets, self.lengths)
+        positions: np.ndarray = np.arange(self.num_tokens) + np.repeat(self._offsets, self.lengths)
+        return positions
 
     def tables(self, device: torch.device) -> TreeTables:
         """The tree as kernels on a device read it; it is made there once, from what is known of each segment."""

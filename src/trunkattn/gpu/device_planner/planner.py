@@ -271,7 +271,8 @@ class DevicePlanner:
 
     def _columns(self, tables: Tables) -> int:
         """Returns how many columns of the block table are looked at."""
-        return min(tables.block_table.shape[1], self._capacity.max_pages_per_request)
+        columns: int = tables.block_table.shape[1]
+        return min(columns, self._capacity.max_pages_per_request)
 
     def _pdl(self, trigger: bool = True, wait: bool = True) -> dict[str, Any]:
         """Returns how a launch follows the one ahead of it: where the card can, it starts before that one ends, and

@@ -167,7 +167,8 @@ class TrunkBackend(AttentionBackend):
             [tokens, heads * head_dim], of latent attention heads * latent columns; rows after the step's tokens are
             zeros.
         """
-        return self._attend(q, (k, v), layer, forward_batch, save_kv_cache, options)
+        out: torch.Tensor = self._attend(q, (k, v), layer, forward_batch, save_kv_cache, options)
+        return out
 
     forward_decode = forward_extend  # the plan knows which rows decode
 
@@ -225,7 +226,7 @@ class TrunkBackend(AttentionBackend):
 
     def _planned(self, kind: LayerKind) -> tuple[BatchAttention, Plan]:
         """The current step's plan for a kind of layer."""
-        step = self._step
+        step: HostStep = self._step
         if kind not in step.plans:
             key = (kind.spec.config(self.page_size), kind.in_window_pool)
             # One attention serves all windows of a configuration, so that they share the forest.

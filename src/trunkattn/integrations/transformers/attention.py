@@ -118,7 +118,8 @@ def _padded(
     flat = [tensor.flatten(0, 1)[places] for tensor, places in ((q, queries), (k, keys), (v, keys))]
     found = _one(flash_attention(flat[0], flat[1], flat[2], causal, **given))
     out = found.new_zeros(q.shape[0] * q.shape[1], q.shape[2], v.shape[-1])
-    return out.index_put((queries,), found).unflatten(0, q.shape[:2])
+    padded: torch.Tensor = out.index_put((queries,), found).unflatten(0, q.shape[:2])
+    return padded
 
 
 def _lengths(kept: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class TiledStep:
     def _measures(self) -> _Measures:
         batch, priced, limits = self.batch, self.rule.priced, self._limits
         most = _NO_LIMITS if limits is None else np.array([limits.items, limits.segments, limits.slots], np.int64)
-        return _measure(
+        measures: _Measures = _measure(
             self.forest,
             batch.seq_lens,
             batch.query_start_loc,
@@ -53,6 +53,7 @@ class TiledStep:
             priced.costs,
             most,
         )
+        return measures
 
     @property
     def entries(self) -> Entries:
