@@ -354,7 +354,7 @@ def test_what_the_server_did_wrong_is_counted(server: Server, monkeypatch: pytes
         return sum(sample.value for sample in samples if sample.labels.get("status") == "500")
 
     before = counted()
-    monkeypatch.setattr(server.app.state.service, "params", fail)
+    monkeypatch.setattr(server.app.state.service.sampling, "params", fail)
     response = server.post(COMPLETE, BASE)
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
     assert counted() == before + 1

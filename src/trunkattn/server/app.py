@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 from trunkattn.engine.llm import LLM
 from trunkattn.server.chat import Chat
 from trunkattn.server.completions import Completion
+from trunkattn.server.conversation import Conversation
 from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
 from trunkattn.server.live import Live
@@ -146,16 +147,10 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             if (body.prompt is None) == (body.messages is None):
                 raise BadRequest("prompt: expected either prompt or messages", "prompt")
             if body.prompt is not None:
-                token_ids = await service.tokens(body.prompt, "prompt", body.add_special_tokens is not False)
+                adds = body.add_special_tokens is not False
+                token_ids = await service.tokenization.tokens(body.prompt, "prompt", adds)
             else:
-                token_ids = await service.chat_tokens(
-                    body.messages or [],
-                    len(raw),
-                    body.tools or (),
-                    chat_template_kwargs=body.chat_template_kwargs,
-                    add_generation_prompt=body.add_generation_prompt,
-                    continue_final_message=body.continue_final_message,
-                )
+                token_ids = await service.tokenization.chat_tokens(Conversation.of(body), len(raw))
         most = service.llm.engine.limits.max_model_len
         answer = {"count": len(token_ids), "max_model_len": most, "tokens": token_ids}
         return await _json_response(service, len(token_ids), answer)
@@ -166,7 +161,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         with service.loop.place():
             body = await service.read(raw, DetokenizeRequest)
             service.check_model(body.model)
-            text = await service.text(body.tokens)
+            text = await service.tokenization.text(body.tokens)
         return await _json_response(service, max(len(text), len(body.tokens)), {"prompt": text})
 
 

@@ -10,14 +10,15 @@ from typing import Any
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.call_schemas import calls_schema, told_of_tools
+from trunkattn.server.conversation import Conversation
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions, Tool
-from trunkattn.server.service import Caller, Service, num_places
-from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, write_json
+from trunkattn.server.service import Caller, Service
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, num_places, write_json
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer, new_call_id, parse_forced
 from trunkattn.server.usage import usage_of, usage_so_far
 from trunkattn.validate import shown
@@ -45,18 +46,14 @@ class Chat:
         """The checked request: a list of one."""
         service, body = self._service, self._body
         service.check_model(body.model)
-        service.check_count(1, body)
+        service.sampling.check_count(1, body)
         forced = await service.lanes.run(self._caller.num_bytes, self._forced_calls)
-        params = service.params(body, **self._changes(forced))
-        token_ids = await service.chat_tokens(
-            body.messages,
+        params = service.sampling.params(body, **self._changes(forced))
+        token_ids = await service.tokenization.chat_tokens(
+            Conversation.of(body, has_tools=self._may_call),
             self._caller.num_bytes,
-            (body.tools or ()) if self._may_call else (),
-            params.truncate_prompt_tokens is not None,
-            self._calls_are_forced or body.structured_outputs is not None,  # a form may be that of calls
-            chat_template_kwargs=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            truncates=params.truncate_prompt_tokens is not None,
+            tools_may_be_hidden=self._calls_are_forced or body.structured_outputs is not None,  # which may be of calls
         )
         with told_as(self._form, reword=self._places_in_tools):
             return [await service.submission("messages", token_ids, params, self._caller)]
@@ -139,27 +136,31 @@ class Chat:
 
     def _changes(self, forced: StructuredOutputsParams | None) -> dict[str, Any]:
         """Sampling parameters whose names or shapes differ from the body's. forced: the form of calls."""
-        body, changes = self._body, dict[str, Any]()
-        changes["max_tokens"] = self._service.default_max_tokens if body.max_tokens is None else body.max_tokens
-        if body.max_completion_tokens is not None:
-            if body.max_completion_tokens < 1:
-                message = f"max_completion_tokens={body.max_completion_tokens}: expected an integer of at least 1"
-                raise BadRequest(message, "max_completion_tokens")
-            if (least := body.min_tokens or 0) > body.max_completion_tokens:
-                most = f"max_completion_tokens={body.max_completion_tokens}"
-                raise BadRequest(f"min_tokens={least}: expected at most {most}", "min_tokens")
-            changes["max_tokens"] = body.max_completion_tokens
+        body = self._body
+        changes: dict[str, Any] = {"max_tokens": self._max_tokens()}
         if body.top_logprobs and not body.logprobs:
             raise BadRequest("top_logprobs is given without logprobs: expected logprobs=true", "top_logprobs")
         if body.logprobs:
-            if (body.top_logprobs or 0) < 0:
-                raise BadRequest(f"top_logprobs={body.top_logprobs}: expected 0 to {LIMITS.logprobs}", "top_logprobs")
-            changes["logprobs"] = body.top_logprobs or 0
+            if self._num_top < 0:
+                raise BadRequest(f"top_logprobs={self._num_top}: expected 0 to {LIMITS.logprobs}", "top_logprobs")
+            changes["logprobs"] = self._num_top
         if self._may_call and not self._calls_are_forced:
-            changes["kept_special_token_ids"] = self._service.special_ids_of(self._parser.marks)
+            changes["kept_special_token_ids"] = self._service.tokenization.special_ids_of(self._parser.marks)
         if forced is not None:
             changes["structured_outputs"] = forced
         return changes
+
+    def _max_tokens(self) -> int | None:
+        """Most tokens of an answer, by the newer name if the body has both; None: the model's limit."""
+        body, most = self._body, self._body.max_completion_tokens
+        if most is None:
+            return self._service.sampling.default_max_tokens if body.max_tokens is None else body.max_tokens
+        if most < 1:
+            message = f"max_completion_tokens={most}: expected an integer of at least 1"
+            raise BadRequest(message, "max_completion_tokens")
+        if (least := body.min_tokens or 0) > most:
+            raise BadRequest(f"min_tokens={least}: expected at most max_completion_tokens={most}", "min_tokens")
+        return most
 
     def _forced_calls(self, rest: Rest) -> StructuredOutputsParams | None:
         """The grammar of a JSON list of calls, if the request forces one. rest: is called within its schemas."""

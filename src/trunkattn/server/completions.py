@@ -13,8 +13,8 @@ from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Rest
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
-from trunkattn.server.service import Caller, Service, num_places
-from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, write_json
+from trunkattn.server.service import Caller, Service
+from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, num_places, write_json
 from trunkattn.server.usage import usage_of, usage_so_far
 
 
@@ -44,31 +44,37 @@ class Completion:
         self._has_no_answer = body.echo and body.max_tokens == 0
         self._tells_tokens = body.return_token_ids or body.logprobs is not None
         self._options = body.stream_options or StreamOptions()
-        self._hidden = () if body.skip_special_tokens is False else service.special_ids
+        self._hidden = () if body.skip_special_tokens is False else service.tokenization.special_ids
 
     async def submissions(self) -> list[Submission]:
         """The checked requests of its prompts."""
         service, body = self._service, self._body
         service.check_model(body.model)
         prompts = _prompts(body.prompt)
-        service.check_count(len(prompts), body)
-        params = service.params(body, **self._changes())
+        service.sampling.check_count(len(prompts), body)
+        params = service.sampling.params(body, **self._changes())
         checked = []
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
-            is_text = isinstance(prompt, str)
-            truncates = params.truncate_prompt_tokens is not None
-            if isinstance(prompt, str):
-                token_ids = await service.tokens(prompt, name, body.add_special_tokens, truncates)
-            else:
-                token_ids = prompt
+            token_ids = await self._tokens(prompt, name, params.truncate_prompt_tokens is not None)
             with told_as(field_of_form(body)):
                 submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
             checked.append(submission)
             if body.echo:
-                whole = is_text and submission.checked.token_ids == token_ids
-                self._echoed.append(str(prompt) if whole else await service.text(submission.checked.token_ids))
+                self._echoed.append(await self._echo(prompt, token_ids, submission.checked.token_ids))
         return checked
+
+    async def _tokens(self, prompt: str | list[int], name: str, truncates: bool) -> list[int]:
+        """The tokens of a prompt. name, truncates: see `Tokenization.tokens`."""
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._service.tokenization.tokens(prompt, name, self._body.add_special_tokens, truncates)
+
+    async def _echo(self, prompt: str | list[int], token_ids: list[int], kept: list[int]) -> str:
+        """The text of a prompt in its response: the prompt itself, or the text of the tokens that are kept of it."""
+        if isinstance(prompt, str) and kept == token_ids:
+            return prompt
+        return await self._service.tokenization.text(kept)
 
     def _changes(self) -> dict[str, Any]:
         """Sampling parameters that are not the body's fields: `echo` with `logprobs` asks for those of the prompt, and
@@ -147,7 +153,7 @@ class Completion:
         echo = self._echoed[prompt] if self._echoed and piece.begins else ""
         logprobs = None
         if answer.logprobs is not None:
-            places = Places(self._service.token_bytes, self._hidden, piece.offsets, rest)
+            places = Places(self._service.tokenization.token_bytes, self._hidden, piece.offsets, rest)
             if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [], echo)
             new = range(piece.first_token, len(answer.token_ids))

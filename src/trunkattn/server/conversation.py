@@ -1,20 +1,81 @@
-"""The messages of a request as chat templates read them, checked before Python reads what they hold."""
+"""The conversation of a request as chat templates read it, checked before Python reads what it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trunkattn.engine.form_limits import depth_of
-from trunkattn.engine.prompts import read_arguments
+from trunkattn.engine.prompts import ChatOptions, read_arguments
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.json_size import json_size
 from trunkattn.server.lanes import Rest
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.protocol import Message
+from trunkattn.server.protocol import ChatCompletionRequest, Message, TokenizeRequest, Tool
 from trunkattn.validate import shown
 
 
-def as_read(message: Message, place: int, rest: Rest) -> dict[str, Any]:
-    """A message as chat templates read it: its content is a text, and the arguments of a call are a mapping."""
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat's prompt is made of.
+
+    Attributes:
+        messages: the messages, oldest first.
+        tools: functions that the model may call.
+        add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatOptions`.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, body: ChatCompletionRequest | TokenizeRequest, has_tools: bool = True) -> "Conversation":
+        """The conversation of a body. has_tools: False: its tools are not shown to the model."""
+        return cls(
+            body.messages or (),
+            (body.tools or ()) if has_tools else (),
+            body.add_generation_prompt,
+            body.continue_final_message,
+            body.chat_template_kwargs,
+        )
+
+    def options(self) -> ChatOptions:
+        """The options for the chat template. Raises what `ChatOptions` raises."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return ChatOptions(
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=tools or None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def as_read(self, rest: Rest) -> list[dict[str, Any]]:
+        """The messages as chat templates read them: a content is a text, and the arguments of a call are a mapping.
+        rest: is called at every tool call."""
+        return [_as_read(message, place, rest) for place, message in enumerate(self.messages)]
+
+    def check_arguments(self, rest: Rest) -> None:
+        """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written. rest:
+        is called at every tool call."""
+        total = 0
+        for place, message in enumerate(self.messages):
+            for number, call in enumerate(message.tool_calls or ()):
+                rest()
+                given = call.function.arguments
+                if not isinstance(given, str):
+                    continue
+                size = json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes, LIMITS.digits)
+                total += size.values + size.nodes
+                name = _name(place, number)
+                if total > LIMITS.nodes:
+                    raise BadRequest(f"{name}: expected at most {LIMITS.nodes} values in all calls", name)
+                if size.has_long_number:
+                    raise BadRequest(f"{name}: expected numbers of at most {LIMITS.digits} digits", name)
+
+
+def _as_read(message: Message, place: int, rest: Rest) -> dict[str, Any]:
     values = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         parts = [part.refusal if part.type == "refusal" else part.text for part in message.content]
@@ -23,28 +84,14 @@ def as_read(message: Message, place: int, rest: Rest) -> dict[str, Any]:
     for number, call in enumerate(values.get("tool_calls", ())):
         rest()
         given = call["function"]["arguments"]
-        name = f"messages[{place}].tool_calls[{number}].function.arguments"
         if isinstance(given, str):
-            call["function"]["arguments"] = _arguments(name, given)
+            call["function"]["arguments"] = _arguments(_name(place, number), given)
     return values
 
 
-def check_arguments(messages: Sequence[Message], rest: Rest) -> None:
-    """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written."""
-    total = 0
-    for place, message in enumerate(messages):
-        for number, call in enumerate(message.tool_calls or ()):
-            rest()
-            given = call.function.arguments
-            if not isinstance(given, str):
-                continue
-            size = json_size(given.encode("utf-8", "surrogatepass"), LIMITS.nodes, LIMITS.digits)
-            total += size.values + size.nodes
-            name = f"messages[{place}].tool_calls[{number}].function.arguments"
-            if total > LIMITS.nodes:
-                raise BadRequest(f"{name}: expected at most {LIMITS.nodes} values in all calls", name)
-            if size.has_long_number:
-                raise BadRequest(f"{name}: expected numbers of at most {LIMITS.digits} digits", name)
+def _name(place: int, number: int) -> str:
+    """What errors call the arguments of a call."""
+    return f"messages[{place}].tool_calls[{number}].function.arguments"
 
 
 def _arguments(name: str, text: str) -> Any:

@@ -2,14 +2,14 @@
 
 import json
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 from fastapi.responses import StreamingResponse
 
-from trunkattn.engine.outputs import CompletionOutput
+from trunkattn.engine.outputs import CompletionOutput, RequestOutput
 from trunkattn.server.errors import failure
 from trunkattn.server.lanes import Rest, no_rest
 
@@ -76,6 +76,16 @@ class Progress:
         self.just_ended = answer.finish_reason is not None and not self.ended
         self.ended = answer.finish_reason is not None
         return new, first_token
+
+
+def num_places(output: RequestOutput, told: Collection[Progress] = (), with_prompt: bool = False) -> int:
+    """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
+    its answers; the prompt is told first. with_prompt: its token ids are."""
+    tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in told)
+    named = next((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), 0)
+    prompt = () if told else output.prompt_logprobs or ()
+    places = len(prompt) * (1 + max((len(entry or ()) for entry in prompt[-1:]), default=0)) + tokens * (1 + named)
+    return places + (len(output.prompt_token_ids) if with_prompt and not told else 0)
 
 
 class Written(str):
