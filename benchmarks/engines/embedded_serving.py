@@ -317,7 +317,11 @@ def arguments() -> argparse.Namespace:
 def load(options: argparse.Namespace) -> LLM:
     """The engine with the model that was asked for, or the device's own."""
     scale: Scale = options.scale
-    sizes = {"page_size": PAGE_SIZE, "max_num_seqs": scale.max_num_seqs, "max_model_len": scale.max_model_len}
+    sizes: dict[str, Any] = {
+        "page_size": PAGE_SIZE,
+        "max_num_seqs": scale.max_num_seqs,
+        "max_model_len": scale.max_model_len,
+    }
     if options.device == "cpu":
         num_pages = scale.max_num_seqs * scale.max_model_len // PAGE_SIZE
         path = options.model or model_file()

@@ -79,7 +79,7 @@ def fake_training() -> FakeDriver:
     made = FakeDriver()
     made.install()
     torch.cuda.is_available = lambda: True
-    torch.cuda.device = lambda device: nullcontext()
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment]
     torch.Tensor.is_cuda = True  # type: ignore[assignment]
     from trunkattn.training import op
 

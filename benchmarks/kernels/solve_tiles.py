@@ -8,6 +8,7 @@ load that misses the L2 cache has to be given: it was not measured with that fil
 
 import argparse
 from dataclasses import asdict
+from typing import Any
 
 from rich.progress import track
 
@@ -49,7 +50,8 @@ def main() -> None:
     rows = []
     for tile in track(candidates(), "Compiling"):
         shape = (tile.block_m, tile.block_n, tile.warps, tile.stages, tile.subtiles)
-        row = dict(zip(("m", "n", "warps", "stages", "subtiles"), shape, strict=True)) | {"listed": shape in listed}
+        row: dict[str, Any] = dict(zip(("m", "n", "warps", "stages", "subtiles"), shape, strict=True))
+        row["listed"] = shape in listed
         try:
             used = compile_decode(target, tile)
         except Exception as failure:  # the compiler refuses what cannot fit, in many ways

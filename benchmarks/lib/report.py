@@ -30,8 +30,8 @@ def _commit() -> str:
 
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    fields = dict(reversed([part.strip() for part in line.split(":", 1)]) for line in lines if "model name" in line)
-    return next(iter(fields), platform.processor())
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return next(iter(names), platform.processor())
 
 
 def _installed(package: str) -> bool:

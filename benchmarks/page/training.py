@@ -258,7 +258,10 @@ Peak memory of both passes with their inputs; and what a new tree takes until it
 def tree_losses(name: str) -> list[Loss]:
     """What is faster than `tree=`; while that is not measured, than repeated sequences."""
     rows, card = rows_of(name), card_of(name)
-    ways = (("default", f"a prefix tree by `tree=`, {card}"), ("one_pass", f"a prefix tree in our own kernels, {card}"))
+    ways: tuple[tuple[str, str], ...] = (
+        ("default", f"a prefix tree by `tree=`, {card}"),
+        ("one_pass", f"a prefix tree in our own kernels, {card}"),
+    )
     if not any(speeds(rows, way, tuple(TREE_PEERS)) for way, _ in ways):
         ways = (("repeated", f"training on repeated sequences instead of a tree, {card}"),)
     found = []

@@ -121,10 +121,10 @@ def work_list() -> Drawing:
         drawing.text((x + until) / 2, 166, name, anchor="middle")
     drawing.heading(10, 214, "Items: a tile of query rows each, heaviest first")
     heads = (("first", "segment"), ("seen by all", "until"), ("end", ""), ("first", "query"), ("end", ""))
-    for column, lines in enumerate(heads):
-        for number, line in enumerate(lines):
+    for column, words in enumerate(heads):
+        for number, word in enumerate(words):
             x, y = 130 + 102 * column, 242 + 19 * number
-            drawing.text(x, y, line, anchor="middle", shade="soft", size=SMALL)
+            drawing.text(x, y, word, anchor="middle", shade="soft", size=SMALL)
     for item, values in enumerate(((0, 2, 4, 0, 4), (4, 6, 6, 4, 6), (6, 7, 7, 6, 7))):
         y = 278 + 36 * item
         drawing.text(10, y + 16, f"item {item}", shade="soft")
@@ -136,11 +136,11 @@ def work_list() -> Drawing:
     for column, (query, slot) in enumerate(zip("0123455", ["out"] * 5 + ["slot 0", "slot 1"], strict=True)):
         drawing.box(80 + 73 * column, 440, 71, 32, "pale", query)
         drawing.box(80 + 73 * column, 476, 71, 32, "pale" if slot == "out" else "own", slot)
-    end = drawing.note(
+    bottom = drawing.note(
         10, 540, 580, "An item names its segments and its queries, and a kernel needs nothing else. Query 5 has its "
         "keys in two items: each writes a partial result into a slot, and a merge adds them up by their log-sum-exps."
     )  # fmt: skip
-    drawing.height = end + 4
+    drawing.height = bottom + 4
     return drawing
 
 
