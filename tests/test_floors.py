@@ -101,6 +101,8 @@ NEVER_IMPORTS = (
     ("kv_cache/prefix_index", "torch"),
     ("kv_cache/manager", "torch"),
     ("engine/scheduler", "torch"),
+    ("engine/scheduled_batch", "torch"),
+    ("engine/pages_in_flight", "torch"),
     ("integrations/common", "vllm"),
     ("integrations/captured_run", "vllm"),
     ("integrations/common", "sglang"),

@@ -9,7 +9,8 @@ import torch
 
 from trunkattn.engine import Engine, ModelLimits, RequestOutput, SamplingParams
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
+from trunkattn.engine.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 VOCAB = 128

@@ -8,7 +8,8 @@ import pytest
 from trunkattn.engine.config import SCHEDULER_POLICIES
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import POLICIES, ScheduledBatch, Scheduler
+from trunkattn.engine.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduler import POLICIES, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 4

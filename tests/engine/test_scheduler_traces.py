@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import Sample, ScheduledBatch, Scheduler
+from trunkattn.engine.scheduled_batch import Sample, ScheduledBatch
+from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 EOS = 5

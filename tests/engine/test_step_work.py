@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 from trunkattn.engine.assembly import keys_per_token
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import MAX_LOOKED_UP, ScheduledBatch, Scheduler
+from trunkattn.engine.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduler import MAX_LOOKED_UP, Scheduler
 from trunkattn.engine.step_work import LEAST_SHARE, PROMPT_SHARE, StepPace, StepWork
 from trunkattn.kv_cache.manager import CacheManager
 

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.sequences import LoggedTokens, TokenSource
+from trunkattn.engine.pages_in_flight import PagesInFlight
 from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import PagesInFlight, ScheduledBatch, ScheduledChunk, Scheduler
+from trunkattn.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+from trunkattn.engine.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 MAX_STRETCH: Final = 256  # steps taken at once, so that prices and pictures keep up

@@ -17,7 +17,8 @@ from trunkattn.engine.request import PromptTooLong, Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import NO_TOKEN_WANTED, Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import ScheduledBatch, Scheduler
+from trunkattn.engine.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduler import Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.engine.structured_output import StructuredOutputs
 from trunkattn.engine.suspects import Suspects

@@ -14,7 +14,7 @@ from trunkattn.engine.expanded import ChunkExpansion, ExpandedChunks
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
 from trunkattn.engine.hf_attention import TrunkStep
 from trunkattn.engine.request import Request
-from trunkattn.engine.scheduler import ScheduledBatch, ScheduledChunk
+from trunkattn.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.tensors import KVCache
 

@@ -7,67 +7,22 @@ https://arxiv.org/abs/2309.06180, §4.5).
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from trunkattn.engine.config import check_budget, check_scheduler_policy
+from trunkattn.engine.pages_in_flight import PagesInFlight
 from trunkattn.engine.request import Request
+from trunkattn.engine.scheduled_batch import Sample, ScheduledBatch, ScheduledChunk
 from trunkattn.engine.step_work import StepBudget, StepPace, StepWork
 from trunkattn.kv_cache.manager import CacheManager
-from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy
+from trunkattn.kv_cache.page_pool import OutOfPages
 
 MAX_PROMPT_LOGITS: Final = 512  # rows of a step for tokens of prompts; each row is as long as the vocabulary
 ROW_TOKENS: Final = 4  # of the budget of a step: what such a row costs
 MAX_LOOKED_UP: Final = 1 << 16  # tokens of waiting sequences that a step compares with the prefix cache
-
-
-@dataclass(frozen=True)
-class ScheduledChunk:
-    """Tokens [start, start + num_tokens) of one sequence, computed in one step."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the step computes the logits of the sequence's next token."""
-        return self.start + self.num_tokens == self.request.num_tokens
-
-    @property
-    def prompt_positions(self) -> range:
-        """Positions of the prompt whose logits the step needs, for log-probabilities of the tokens after them."""
-        if not self.request.needs_prompt_logits:
-            return range(0)
-        end = min(self.start + self.num_tokens, self.request.num_prompt_tokens - 1)
-        return range(max(self.start, self.request.num_prompt_logprobs), end)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One token to sample for `request` from logits row `row`. A new sequence forks from `parent`."""
-
-    request: Request
-    row: int
-    parent: Request | None = None
-
-
-@dataclass(frozen=True)
-class ScheduledBatch:
-    """What one step computes.
-
-    Attributes:
-        chunks: one per sequence, oldest arrival first.
-        copies: page copies (copy-on-write) to carry out before any KV is written.
-        samples: tokens to sample; row r of the logits belongs to the r-th chunk that `is_sampled`. After these rows
-            come those of the chunks' `prompt_positions`.
-    """
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
 
 
 @dataclass
@@ -359,39 +314,3 @@ def prefill_first(scheduler: Scheduler, batch: ScheduledBatch) -> None:
 POLICIES: Final[Mapping[str, Callable[[Scheduler, ScheduledBatch], None]]] = MappingProxyType(
     {"chunked_prefill": chunked_prefill, "prefill_first": prefill_first}
 )
-
-
-class PagesInFlight:
-    """The first page that each scheduled sequence fills in this step. A request that shares the page waits one step,
-    unless the cache has it already: a sequence computes its last page again, and all of its prompt if it wants logits
-    there.
-
-    Otherwise requests that arrive together with one long prefix would each compute it. A request only waits for a
-    sequence that this step advances, so the wait ends.
-    """
-
-    def __init__(self, cache: CacheManager) -> None:
-        self._index, self._page_size = cache.index, cache.page_size
-        self._requests: dict[int, dict[Hashable, Request]] = {}  # first token of page -> salt and tokens -> request
-
-    def add(self, chunk: ScheduledChunk) -> None:
-        """Adds the first page that the chunk computes."""
-        first = chunk.start - chunk.start % self._page_size
-        if first + self._page_size <= chunk.request.num_tokens:
-            self._requests.setdefault(first, {})[self._page(chunk.request, first)] = chunk.request
-
-    def holds_next_page_of(self, request: Request) -> bool:
-        """Whether a scheduled sequence with the same tokens so far fills a page that `request` could reuse."""
-        for first, requests in self._requests.items():
-            end = first + self._page_size
-            if end >= request.num_tokens:  # each request computes its own last token
-                continue
-            other = requests.get(self._page(request, first))
-            if other is not None and other.token_ids[:first] == request.token_ids[:first]:
-                cached = self._index.match(request.token_ids[:end], request.cache_salt)
-                if len(cached) * self._page_size < end:
-                    return True
-        return False
-
-    def _page(self, request: Request, first: int) -> Hashable:
-        return request.cache_salt, *request.token_ids[first : first + self._page_size]
