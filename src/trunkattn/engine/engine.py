@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from trunkattn.engine.answers import RequestAnswers
+from trunkattn.engine.checked_request import CheckedRequest, RequestChecks
 from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.request import PromptTooLong, Request
+from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling import NO_TOKEN_WANTED, Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
 from trunkattn.engine.sampling_params import SamplingParams
@@ -23,9 +24,8 @@ from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.engine.structured_output import StructuredOutputs
 from trunkattn.engine.suspects import Suspects
 from trunkattn.engine.token_bytes import TokenBytes
-from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
+from trunkattn.engine.token_rules import ModelLimits, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
-from trunkattn.validate import check_int, written
 
 
 class Runner(Protocol):
@@ -35,20 +35,6 @@ class Runner(Protocol):
 
     def execute(self, batch: ScheduledBatch, cache: CacheManager) -> torch.Tensor:
         """Logits of the sampled chunks, then of the chunks' `prompt_positions`. The next call may overwrite them."""
-
-
-@dataclass(frozen=True)
-class CheckedRequest:
-    """A request that can run: its prompt, truncated if it asks for that, and what its parameters mean.
-
-    Attributes:
-        has_answer: False: it ends when its prompt is computed, and gets no token.
-    """
-
-    token_ids: list[int]
-    params: SamplingParams
-    rules: LogitsRules
-    has_answer: bool = True
 
 
 class Engine:
@@ -84,7 +70,7 @@ class Engine:
         self._sampler = Sampler(seed)
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
-        self._token_rules = TokenRules(limits, tokenizer)
+        self._checks = RequestChecks(limits, tokenizer)
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
         self._num_arrivals = 0
@@ -131,7 +117,7 @@ class Engine:
     @property
     def structured_outputs(self) -> StructuredOutputs:
         """The compiled forms of answers. Any thread may use it."""
-        return self._token_rules.structured_outputs
+        return self._checks.structured_outputs
 
     def check_request(
         self,
@@ -153,27 +139,7 @@ class Engine:
             TypeError, ValueError: naming the argument; the request cannot run.
             ImportError: the package for structured outputs is needed and missing.
         """
-        limit = self.limits.max_model_len - 1
-        rules = rules or self._token_rules.check(params)
-        kept = self._token_rules.truncate(prompt_token_ids, params)
-        if len(kept) == 0:
-            raise ValueError(f"{name} has 0 tokens: expected at least one, which the answer follows")
-        if len(kept) > limit:
-            raise PromptTooLong(
-                f"{name} has {len(kept)} tokens: expected 1 to {limit}, because this model's maximum context length is "
-                f"{limit + 1} tokens here, by its configuration, the option max_model_len or the KV cache; shorten the "
-                f"prompt, or raise the lowest of the three"
-            )
-        if params.min_tokens > (room := limit + 1 - len(kept)):
-            raise ValueError(
-                f"min_tokens={written(params.min_tokens)}: expected at most {room}, because {name} has {len(kept)} "
-                f"tokens and this model's maximum context length is {limit + 1} tokens here"
-            )
-        highest = self.limits.vocab_size - 1
-        if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
-            for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
-                check_int(f"{name}: token id", token_id, 0, highest)
-        return CheckedRequest([int(token_id) for token_id in kept], params, rules)
+        return self._checks.check(prompt_token_ids, params, name, rules)
 
     def add_request(
         self,

@@ -20,8 +20,9 @@ from trunkattn.engine.assembly import (
     no_room,
     size_cache,
 )
+from trunkattn.engine.checked_request import CheckedRequest
 from trunkattn.engine.config import EngineConfig
-from trunkattn.engine.engine import CheckedRequest, Engine
+from trunkattn.engine.engine import Engine
 from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkattn.engine.engine import CheckedRequest, Engine
+from trunkattn.engine.checked_request import CheckedRequest
+from trunkattn.engine.engine import Engine
 from trunkattn.engine.outputs import RequestOutput
 
 _LOG: Final = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
-from trunkattn.engine.engine import CheckedRequest
+from trunkattn.engine.checked_request import CheckedRequest
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.sampling_params import SamplingParams
