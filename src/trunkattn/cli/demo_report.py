@@ -164,7 +164,7 @@ def busy_words(other_cores: float | None, num_cores: int) -> str:
 
 def policy_table(result: DemoResult) -> Table:
     """Policy `per_query` against `auto`."""
-    alone, auto = result.policies["per_query"], result.policies["auto"]
+    per_query, auto = result.policies["per_query"], result.policies["auto"]
     total = len(result.answers)
     table = Table("", "per_query", "auto", "", title="One query at a time, and sharing", title_style="bold")
     for column in table.columns[1:]:
@@ -177,13 +177,13 @@ def policy_table(result: DemoResult) -> Table:
         ("KV tokens read per decode step", "kv_tokens_read", "{:,.0f}", -1),
     )
     for name, field, form, direction in rows:
-        before, after = getattr(alone, field), getattr(auto, field)
+        before, after = getattr(per_query, field), getattr(auto, field)
         table.add_row(name, form.format(before), form.format(after), f"{(after / before) ** direction:.1f}×")
-    table.add_row("KV read per decode step", megabytes(alone.kv_bytes_read), megabytes(auto.kv_bytes_read), "")
-    table.add_row("KV memory held, peak", megabytes(alone.kv_bytes_held), megabytes(auto.kv_bytes_held), "")
+    table.add_row("KV read per decode step", megabytes(per_query.kv_bytes_read), megabytes(auto.kv_bytes_read), "")
+    table.add_row("KV memory held, peak", megabytes(per_query.kv_bytes_held), megabytes(auto.kv_bytes_held), "")
     times = f"{auto.kv_bytes_unshared / auto.kv_bytes_held:.1f}×"
     table.add_row(
-        "  with a copy per request", megabytes(alone.kv_bytes_unshared), megabytes(auto.kv_bytes_unshared), times
+        "  with a copy per request", megabytes(per_query.kv_bytes_unshared), megabytes(auto.kv_bytes_unshared), times
     )
     equal = f"{result.identical_answers} of {total}"
     table.add_row("answers identical", "", equal, "yes" if result.identical_answers == total else "no")

@@ -129,11 +129,11 @@ class Detokenizer:
         return self._silent[token_id]
 
     def _extend(self, decoded: str) -> str | None:
-        alone, searched = self._decode(self._token_ids[self._read :]), len(self._text)
+        without_context, searched = self._decode(self._token_ids[self._read :]), len(self._text)
         # Bytes that make no character spoil those before them, too, if the vocabulary falls back to bytes. Those have
         # been shown.
-        self._text += decoded.removeprefix(self._context) if decoded.startswith(self._context) else alone
-        self._start, self._read, self._context = self._read, len(self._token_ids), alone
+        self._text += decoded.removeprefix(self._context) if decoded.startswith(self._context) else without_context
+        self._start, self._read, self._context = self._read, len(self._token_ids), without_context
         if self._num_before_stops >= 0:
             self._searched_from = len(self._text)
             return None

@@ -38,7 +38,7 @@ class LogitsRules:
     grammar: GrammarState | None = None
 
     @cached_property
-    def banned_alone(self) -> list[int]:
+    def banned_anywhere(self) -> list[int]:
         """Tokens that no answer has anywhere."""
         return [sequence[0] for sequence in self.sequences if len(sequence) == 1]
 
@@ -107,7 +107,7 @@ class LogitsState:
         """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
         num_output_tokens = len(self._token_ids) - self._num_prompt_tokens
         banned = list(self._rules.ends) if num_output_tokens < self.params.min_tokens else []
-        banned += self._rules.banned_alone
+        banned += self._rules.banned_anywhere
         for *start, last in self._rules.banned_after.get(self._token_ids[-1], ()) if num_output_tokens else ():
             if len(start) <= num_output_tokens and self._token_ids[len(self._token_ids) - len(start) :] == start:
                 banned.append(last)

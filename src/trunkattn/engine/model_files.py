@@ -100,13 +100,13 @@ class ModelFiles:
             ValueError: naming the path, for any error of the body: a foreign file can make a reader raise nearly
                 anything.
         """
-        with TemporaryDirectory() as alone:
+        with TemporaryDirectory() as linked:
             if self.gguf_file is not None:
-                (Path(alone) / self.gguf_file).symlink_to(self.path.resolve())
+                (Path(linked) / self.gguf_file).symlink_to(self.path.resolve())
             try:
-                yield self.folder if self.gguf_file is None else Path(alone)
+                yield self.folder if self.gguf_file is None else Path(linked)
             except Exception as error:
-                reason = one_line(error).replace(alone, str(self.folder))
+                reason = one_line(error).replace(linked, str(self.folder))
                 raise ValueError(
                     f"model={str(self.path)!r}: transformers cannot {what} ({reason}); {expected}"
                 ) from error

@@ -204,9 +204,9 @@ class KvReadStats:
             num_requests: see `count_read`.
         """
         read = unshared = 0
-        for (tokens, tokens_alone), size in zip(kv_tokens, token_bytes, strict=True):
+        for (tokens, tokens_unshared), size in zip(kv_tokens, token_bytes, strict=True):
             read += tokens * size
-            unshared += tokens_alone * size
+            unshared += tokens_unshared * size
         self.count_read(read, unshared, num_requests)
 
     def count_unshared(self, reason: str) -> None:
@@ -329,7 +329,9 @@ class DeviceTraffic:
         sent, self._sent = self._sent, []
         numbers = self._host[: len(sent)].tolist()
         return [
-            StepTraffic(num_requests, [[max(0, read - min(padding, 1)), alone - padding] for read, alone in kv_tokens])
+            StepTraffic(
+                num_requests, [[max(0, read - min(padding, 1)), unshared - padding] for read, unshared in kv_tokens]
+            )
             for (num_requests, padding), kv_tokens in zip(sent, numbers, strict=True)
         ]
 

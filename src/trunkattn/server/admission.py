@@ -27,7 +27,7 @@ class Admission:
         own = 0 if params.logprobs is None else params.n * tokens * (params.logprobs + 1)
         read = min(num_prompt_tokens, longest if kept is None or kept == -1 else kept)
         prompt = 0 if params.prompt_logprobs is None else read * (params.prompt_logprobs + 1)
-        _check_alone(own + prompt, 0.0)
+        _check_attainable(own + prompt, 0.0)
         return own + prompt
 
     @contextmanager
@@ -36,7 +36,7 @@ class Admission:
         BadRequest if it needs too much by itself, and QueueFull if others leave too little."""
         num_logprobs = sum(submission.num_logprobs for submission in submissions)
         form_seconds = sum(submission.form_seconds for submission in submissions)
-        _check_alone(num_logprobs, form_seconds)
+        _check_attainable(num_logprobs, form_seconds)
         if self._num_logprobs + num_logprobs > LIMITS.logprob_entries:
             raise QueueFull(f"{self._num_logprobs} log-probabilities are asked for", self._loop.retry_after_s)
         if form_seconds and self._form_seconds + form_seconds > LIMITS.form_token_seconds:
@@ -51,7 +51,7 @@ class Admission:
             self._form_seconds -= form_seconds
 
 
-def _check_alone(num_logprobs: int, form_seconds: float) -> None:
+def _check_attainable(num_logprobs: int, form_seconds: float) -> None:
     """Raises BadRequest if a request needs more than all requests together may."""
     if num_logprobs > LIMITS.logprob_entries:
         raise BadRequest(
