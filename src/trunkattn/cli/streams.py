@@ -81,7 +81,10 @@ def as_file(path: Path) -> Iterator[Path]:
             with sys.stdin.buffer if path == STANDARD_STREAM else path.open("rb") as source, copy.open("wb") as target:
                 shutil.copyfileobj(source, target)
         except OSError as error:
-            raise ValueError(f"log={str(path)!r}: it was not read to its end: {error.strerror}") from error
+            raise ValueError(
+                f"log={str(path)!r}: it was not read to its end ({error.strerror}); give a file, or set TMPDIR to a "
+                f"folder with room for a copy"
+            ) from error
         yield copy
 
 
@@ -112,7 +115,9 @@ def check_writable(name: str, path: Path | None, others: Mapping[Path, str]) -> 
             part.touch()
             part.unlink()
     except OSError as error:
-        raise ValueError(f"{name}={str(path)!r}: it cannot be written: {error.strerror}") from error
+        raise ValueError(
+            f"{name}={str(path)!r}: it cannot be written: {error.strerror}; choose another file"
+        ) from error
 
 
 def write(path: Path, text: str) -> None:

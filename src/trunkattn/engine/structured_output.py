@@ -66,7 +66,9 @@ class GrammarState:
         bits = allocate_token_bitmask(1, self._num_tokens)
         fill_next_token_bitmask(self._matcher, bits)
         if self._matcher.is_error():
-            raise ValueError(f"structured_outputs: llguidance cannot go on ({reason_of(self._matcher)})")
+            raise ValueError(
+                f"structured_outputs: llguidance cannot go on ({reason_of(self._matcher)}); ask for a simpler form"
+            )
         return np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
 
 

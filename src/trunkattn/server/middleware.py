@@ -283,7 +283,9 @@ class _Arriving:
         try:
             part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
         except asyncio.TimeoutError:
-            message = f"the body did not arrive within {LIMITS.body_seconds} s"
+            message = (
+                f"the body did not arrive within {LIMITS.body_seconds} s: expected all of it by then; send it again"
+            )
             raise HTTPException(_TOO_SLOW, message, {"Connection": "close"}) from None
         self.size += len(part.get("body", b""))
         self._complete = not part.get("more_body", False)

@@ -38,7 +38,7 @@ def mask(
         _check_model(options["config"], "allow_is_bidirectional_skip" not in options)
     if options.get("use_vmap", False):
         raise ValueError(
-            f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none"
+            f"the model joins a mask of its own to the causal one: attn_implementation={NAME!r} takes none; use 'eager'"
         )
     both_ways = options.get("allow_is_bidirectional_skip", False)
     if not both_ways:
