@@ -45,7 +45,8 @@ EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class KernelsOf:
-    """The kernels of an attention, in words: "fast", or "portable" or "no" and why. prompts: of prompt chunks."""
+    """The kernels of an attention for decodes and for prompt chunks, in words: "fast", or "portable" or "no" and
+    why."""
 
     attention: str
     decodes: str

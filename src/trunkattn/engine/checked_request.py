@@ -30,7 +30,7 @@ class RequestChecks:
     """Checks requests against one model. Any thread may use it.
 
     Args:
-        limits: of the model.
+        limits: the model's.
         tokenizer: a transformers tokenizer, or None.
     """
 

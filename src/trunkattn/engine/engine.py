@@ -45,7 +45,7 @@ class Engine:
         scheduler: chooses batches; the engine uses its cache manager.
         limits: what requests are checked against.
         tokenizer: a transformers tokenizer; None: answers have no text.
-        seed: of the requests without one of their own; None: their answers differ from run to run.
+        seed: the seed of requests without one of their own; None: their answers differ from run to run.
         limited_threads: makes the context in which each step is computed, such as `ThreadLimit().applied` on a CPU.
 
     Example:

@@ -60,7 +60,7 @@ class ExpandedChunks:
     Attributes:
         rows, other_rows: [R] and [T - R] int64, the chunks' query tokens in the step, and the other ones.
         other_start_loc: [num_requests + 1] query starts of the step without the chunks' tokens.
-        attention, plan: of the chunks over expanded keys and values, some heads at a time.
+        attention, plan: the attention over expanded keys and values, some heads at a time, and the chunks' plan.
         pages: [N] int64, the pages of the cache that the chunks see, each once.
         keys, values: [heads at a time, N * page_size, columns], overwritten by each layer.
     """
@@ -98,7 +98,7 @@ class ChunkExpansion:
     Args:
         config: the latent attention of all layers, without a sliding window; not batch_invariant, because which form a
             chunk has depends on its length and on the other chunks.
-        widths: of the keys and values of its heads.
+        widths: the widths of its heads' keys and values.
     """
 
     def __init__(self, config: AttentionConfig, widths: HeadWidths) -> None:

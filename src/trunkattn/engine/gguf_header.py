@@ -41,7 +41,7 @@ class GgufHeader(NamedTuple):
     Attributes:
         path: the file.
         keys: values by key; a list of strings is the number of its strings.
-        tensors: by name, in the file's order.
+        tensors: what is known of each tensor, by name, in the file's order.
     """
 
     path: Path

@@ -53,7 +53,7 @@ class Sampler:
     batch nor a preemption changes its token. Greedy rows draw no number. The other rows share one generator.
 
     Args:
-        seed: of the shared generator; None: another one each time.
+        seed: the shared generator's; None: another one each time.
     """
 
     def __init__(self, seed: int | None = None) -> None:

@@ -69,7 +69,7 @@ class StepPace:
         return self._most if self._seconds is None else min(self._most, self._fitting)
 
     def has_room(self, work: int) -> bool:
-        """Whether one more answer may run, beside prompts. work: of the next tokens of the answers that run."""
+        """Whether one more answer may run, beside prompts. work: what the next tokens of the answers that run take."""
         return self._seconds is None or work * PROMPT_SHARE <= self._fitting * (PROMPT_SHARE - 1)
 
     @property
@@ -91,7 +91,7 @@ class StepBudget:
     """What a step may still take.
 
     Args:
-        prices: of its tokens.
+        prices: what its tokens cost.
         tokens: most tokens.
         work: most work; None: what `tokens` tokens take at the beginning of a prompt.
 

@@ -34,7 +34,7 @@ class TokenRules:
     """Parameters in terms of one model.
 
     Args:
-        limits: of the model.
+        limits: the model's.
         tokenizer: a transformers tokenizer, or None.
     """
 

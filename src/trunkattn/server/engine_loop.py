@@ -28,7 +28,8 @@ _COMMAND_SECONDS: Final = 0.02  # of commands between two steps
 
 
 class QueueFull(Exception):
-    """The server holds as much as it may. full: of what. retry_after_s: when it is worth another try."""
+    """The server holds as much as it may. full: what there is too much of. retry_after_s: seconds until another try is
+    worth it."""
 
     def __init__(self, full: str, retry_after_s: int) -> None:
         super().__init__(f"{full}, as many as this server allows; try again in {retry_after_s} s")
@@ -45,11 +46,11 @@ class Submission:
 
     Attributes:
         checked: what `Engine.check_request` has made of it.
-        cache_salt: of its cached prefixes.
+        cache_salt: only requests of equal salt share cached prefixes.
         tenant: whose it is; only this one sees it on the live page. None: everybody's.
         arrival_time: when it came, on the monotonic clock; None: when it is submitted.
         num_logprobs: log-probabilities that its output may have.
-        form_seconds: that the form of its answers takes of a step.
+        form_seconds: the part of a step that the form of its answers takes.
     """
 
     checked: CheckedRequest

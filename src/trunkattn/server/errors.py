@@ -87,7 +87,7 @@ def failure(error: BaseException) -> JSONResponse:
 @contextmanager
 def bad_request(field: str = "") -> Iterator[None]:
     """Turns the library's `name=value: expected ...` into an error of the request. It is only for checks of a request:
-    the same errors elsewhere are the server's. field: that the names belong to."""
+    the same errors elsewhere are the server's. field: the one that the names belong to."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -36,7 +36,7 @@ class FormTrial:
     Args:
         forms: the engine's compiled forms. What fails is remembered there.
         lanes: threads that read forms.
-        limits: of time and memory.
+        limits: the most time and memory of a form.
     """
 
     def __init__(self, forms: StructuredOutputs, lanes: Lanes, limits: RequestLimits) -> None:
@@ -50,7 +50,7 @@ class FormTrial:
 
         Args:
             form: the form.
-            num_bytes: of the body that has it.
+            num_bytes: the size of the body that has it.
 
         Raises:
             ImportError, ValueError: see `StructuredOutputs.start`, or the form took too much time, memory or stack.

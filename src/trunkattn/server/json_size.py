@@ -30,7 +30,7 @@ def json_size(raw: bytes, most_nodes: int, most_digits: int) -> JsonSize:
     Args:
         raw: the JSON.
         most_nodes: where counting ends.
-        most_digits: of a number in a row.
+        most_digits: the most digits of a number in a row.
     """
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw  # no quote within a text
     num_texts = plain.count(b'"') // 2

@@ -16,16 +16,16 @@ class RequestLimits:
     Attributes:
         values: commas of a body, those of its texts among them, before it is read as JSON.
         nodes: texts, names, lists, mappings and fractions of a body, and values of one whose values are no token ids.
-        digits: of a number in a row. Those of the largest float are 309.
+        digits: digits of a number in a row. Those of the largest float are 309.
         unknown: names of a body that do not exist.
         depth: levels of lists and mappings in a field of any JSON (OpenAI: 10 in a schema).
-        prompts: of a request; an operator sets a lower limit of its answers.
-        messages: of a conversation (OpenAI: 2,048). parts: of a message.
-        tools: of a request (OpenAI: 128). tool_calls: of a message.
+        prompts: prompts of a request; an operator sets a lower limit of its answers.
+        messages: messages of a conversation (OpenAI: 2,048). parts: parts of a message.
+        tools: tools of a request (OpenAI: 128). tool_calls: calls of a message.
         name: characters of a tool's, role's or schema's name (OpenAI: 64).
-        modalities: that an answer may have.
+        modalities: kinds of answers that a request names.
         label: characters of a model, user, salt or id (OpenAI: 512 for a value of metadata).
-        stop: strings that end an answer (OpenAI: 4; evaluation tools send more). stop_characters: of each.
+        stop: strings that end an answer (OpenAI: 4; evaluation tools send more). stop_characters: characters of each.
         logprobs: most likely tokens that are reported for a place (OpenAI: 20 in a chat, 5 in completions).
         logprob_entries: log-probabilities of all places of a request's prompts and answers, and of all requests at a
             time.

@@ -135,7 +135,7 @@ class Metrics:
 
 
 class RequestTimes:
-    """The times of one request, which are counted as its output grows. metrics: where."""
+    """The times of one request, which are counted as its output grows. metrics: what counts them."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -268,7 +268,7 @@ class LimitBody:
 
 
 class _Arriving:
-    """A body as it arrives. size: its bytes so far. counted: those of them that count."""
+    """A body as it arrives. size: its bytes so far. counted: how many of them the room for all bodies counts."""
 
     def __init__(self, receive: Receive) -> None:
         self.size = self.counted = 0

@@ -102,7 +102,7 @@ class StructuredOutputs(Body):
 class Sampling(Body):
     """How to sample. None: the model's default.
 
-    best_of: as many as `n`, because no answer is thrown away here. truncation_side: where a prompt is cut.
+    best_of: must be `n`, because no answer is thrown away here. truncation_side: where a prompt is cut.
     user: a name that goes into the log. cache_salt: only requests of equal salt share cached prefixes.
     return_token_ids: the response has the tokens of the prompt and of the answers, as numbers.
     """

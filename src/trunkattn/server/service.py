@@ -46,10 +46,10 @@ class Caller:
     """The client that sent a request, and the size of what it sent.
 
     Attributes:
-        salt: of the cached prefixes.
+        salt: only requests of equal salt share cached prefixes.
         tenant: whose requests they are; None: there is one tenant.
-        arrival_time: of the request, on the monotonic clock.
-        num_bytes: of its body.
+        arrival_time: when the request arrived, on the monotonic clock.
+        num_bytes: the size of its body.
     """
 
     salt: bytes = b""

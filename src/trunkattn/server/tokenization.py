@@ -67,7 +67,7 @@ class Tokenization:
 
         Args:
             conversation: what the template reads.
-            num_bytes: of the body that holds the conversation.
+            num_bytes: the size of the body that holds the conversation.
             truncates: see `tokens`.
             tools_may_be_hidden: see `render_template`.
 

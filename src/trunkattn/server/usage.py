@@ -39,7 +39,7 @@ def usage_so_far(outputs: Sequence[RequestOutput], options: StreamOptions) -> di
     """The field `usage` of an event before the last one, if it has one: null, unless every event is to have the counts.
 
     Args:
-        outputs: those of the request's prompts that have one by now.
+        outputs: the newest output of each prompt of the request that has one.
         options: what the request asks for.
     """
     if options.continuous_usage_stats:
