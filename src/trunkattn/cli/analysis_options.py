@@ -13,6 +13,7 @@ from trunkattn.cli.option_kinds import (
     ENGINE,
     JSON_OPTION,
     OUTPUT,
+    PREFIX_CACHING_OPTION,
     flag_option,
     integer,
     integer_option,
@@ -164,14 +165,7 @@ class AnalyzeOptions:
         str,
         text_option(ENGINE, "How the tokens of a step are shared out: chunked_prefill, prefill_first.", metavar="NAME"),
     ] = _DEFAULT.scheduler_policy
-    enable_prefix_caching: Annotated[
-        bool,
-        flag_option(
-            ENGINE,
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            "Keep the KV pages of prompts, and use them again for prompts that begin alike.",
-        ),
-    ] = _DEFAULT.enable_prefix_caching
+    enable_prefix_caching: Annotated[bool, PREFIX_CACHING_OPTION] = _DEFAULT.enable_prefix_caching
     seed: Annotated[int, integer_option(ENGINE, "Seed of the arrivals at a rate, and of random routes.")] = (
         _DEFAULT.seed
     )

@@ -76,3 +76,10 @@ def size_option(panel: str, text: str, *names: str) -> Any:
 def flag_option(panel: str | None, name: str, text: str, **how: Any) -> Any:
     """An option without a value. name: such as "--strict", or "--chat/--no-chat" where it can be taken back."""
     return typer.Option(name, help=text, rich_help_panel=panel, **how)
+
+
+PREFIX_CACHING_OPTION: Final = flag_option(
+    ENGINE,
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    "Keep the KV pages of prompts, and use them again for prompts that begin alike.",
+)

@@ -9,6 +9,7 @@ from trunkattn.cli.option_kinds import (
     ENGINE,
     JSON_OPTION,
     OUTPUT,
+    PREFIX_CACHING_OPTION,
     SAMPLING,
     SERVER,
     flag_option,
@@ -107,14 +108,7 @@ class EngineOptions:
     threads: Annotated[
         int | None, integer_option(ENGINE, "Threads that compute on the CPU. Default: OMP_NUM_THREADS, or one a core.")
     ] = None
-    enable_prefix_caching: Annotated[
-        bool,
-        flag_option(
-            ENGINE,
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            "Keep the KV pages of prompts, and use them again for prompts that begin alike.",
-        ),
-    ] = True
+    enable_prefix_caching: Annotated[bool, PREFIX_CACHING_OPTION] = True
     gpu_memory_utilization: Annotated[
         float | None,
         number_option(ENGINE, "The KV cache's share of the GPU's free memory. Default: 0.9."),
