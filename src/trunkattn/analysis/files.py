@@ -1,24 +1,20 @@
 """Files of logs: lines, JSON arrays and documents, tables, folders; compressed or not, told by their contents."""
 
 import csv
-import gzip
 import io
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from trunkattn.analysis.compression import COMPRESSED, READ_BYTES, Read, opened, plain
 from trunkattn.analysis.formats.base import Line, decoded
 from trunkattn.analysis.parquet import rows_of
 from trunkattn.analysis.records import SkippedLine
 
 LOG_SUFFIXES: Final = frozenset({".jsonl", ".ndjson", ".json", ".log", ".csv", ".parquet"})
-COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
-_SKIPPED: Final = b"\x50\x2a\x4d\x18"  # a frame of Zstandard that holds no data, with any half byte for the first 0
-_GZIP, _ZSTD, _PARQUET, _MARK = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xef\xbb\xbf"
+_PARQUET, _MARK = b"PAR1", b"\xef\xbb\xbf"
 _COLUMNS: Final = frozenset(
     {b"Timestamp", b"timestamp", b"prompt", b"messages", b"hash_ids", b"startTime", b"start_time"}
 )
@@ -26,13 +22,9 @@ _TEXTS: Final = frozenset({"prompt", "text", "answer", "completion", "generated_
 _TEXTS_OR_BODIES: Final = _TEXTS | {"input", "output", "response"}
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]{0,399})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?")
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
-_READ_BYTES: Final = 1 << 20
 _OBJECT: Final = "expected a JSON object"
 _END: Final = "nothing behind it is read"
 _MOST_CHARACTERS: Final = (1 << 31) - 1  # of a table's cell; csv's own limit is less than a long prompt
-
-Read = Callable[[int], None]
-"""Called with the bytes of the file that have been read."""
 
 
 class Contents(NamedTuple):
@@ -102,7 +94,7 @@ def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
     """Each file is one prompt."""
     for number, file in enumerate(_without_copies(files, read), start=1):
         try:
-            with _opened(file, read) as stream:
+            with opened(file, read) as stream:
                 text = stream.read().decode("utf-8")
         except UnicodeDecodeError:
             yield SkippedLine(number, "it is not a text in UTF-8")
@@ -125,20 +117,20 @@ def _without_copies(files: list[Path], read: Read) -> Iterator[Path]:
 
 def _holds_the_same(file: Path, other: Path) -> bool:
     """Whether two files hold the same bytes once they are decompressed."""
-    with _opened(file, lambda count: None) as first, _opened(other, lambda count: None) as second:
-        while (part := first.read(_READ_BYTES)) == second.read(_READ_BYTES):
+    with opened(file, lambda count: None) as first, opened(other, lambda count: None) as second:
+        while (part := first.read(READ_BYTES)) == second.read(READ_BYTES):
             if not part:
                 return True
     return False
 
 
 def _of_file(file: Path, read: Read) -> Contents:
-    with _open(file) as plain:
-        start = plain.read(4)
+    with plain(file) as stream:
+        start = stream.read(4)
     if start == _PARQUET:
         return Contents("row", _rows(file, read))
-    with _opened(file, lambda count: None) as stream:
-        head = stream.read(_READ_BYTES).removeprefix(_MARK).lstrip()
+    with opened(file, lambda count: None) as stream:
+        head = stream.read(READ_BYTES).removeprefix(_MARK).lstrip()
     if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
     if _begins_table(head, ".csv" in file.name.lower()):
@@ -177,94 +169,9 @@ def _ends_behind(head: bytes, place: int) -> bool:
         return False
 
 
-def _open(file: Path) -> BinaryIO:
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise ValueError(f"{file}: it cannot be read: {error.strerror}; expected a file that you may read") from error
-
-
-@contextmanager
-def _opened(file: Path, read: Read) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file."""
-    with _open(file) as plain:
-        start = plain.read(4)
-        plain.seek(0)
-        counted: Any = io.BufferedReader(_Counted(plain, read), _READ_BYTES)
-        try:
-            if start[:2] == _GZIP:
-                with gzip.open(counted) as stream:
-                    yield stream  # type: ignore[misc]  # GzipFile has what is used of BinaryIO
-            elif start == _ZSTD or (start[1:] == _SKIPPED[1:] and start[0] & 0xF0 == _SKIPPED[0]):
-                with _zstd(file, counted) as stream:
-                    yield stream
-            else:
-                yield counted
-        except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{file}: it cannot be read to its end ({error}); copy or download it again") from error
-
-
-class _Counted(io.RawIOBase):
-    """A file that tells how much of it has been read."""
-
-    def __init__(self, file: BinaryIO, read: Read) -> None:
-        self._file, self._read = file, read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
-        self._read(count)
-        return count
-
-
-@contextmanager
-def _zstd(file: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file of Zstandard. Raises OSError where they are damaged."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError(
-            f"{file}: it is compressed by Zstandard, and the package zstandard is missing; run pip install zstandard, "
-            f"or decompress the file"
-        ) from error
-    try:
-        yield io.BufferedReader(_Frames(stream, zstandard.ZstdDecompressor()), _READ_BYTES)
-    except zstandard.ZstdError as error:
-        raise OSError(error) from error
-
-
-class _Frames(io.RawIOBase):
-    """Decompressed frames of Zstandard, one behind the other. Zstandard's own reader takes a cut frame for a whole."""
-
-    def __init__(self, stream: BinaryIO, decompressor: Any) -> None:
-        self._stream, self._decompressor = stream, decompressor
-        self._frame: Any = None
-        self._packed, self._ready = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._packed = self._packed or self._stream.read(_READ_BYTES)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("its last frame is cut")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._ready = memoryview(self._frame.decompress(self._packed))
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
 def _lines(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Lines of JSON; empty ones are left out."""
-    with _opened(file, read) as stream:
+    with opened(file, read) as stream:
         for number, line in enumerate(stream, start=1):
             text = line.removeprefix(_MARK).strip()  # files that were joined have several marks
             if text:
@@ -300,7 +207,7 @@ def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """The objects of a JSON array, or JSON objects one after the other, each over any number of lines. Where one that
     is wrong ends is not known, so it is the last."""
     number = 0
-    with _opened(file, read) as stream:
+    with opened(file, read) as stream:
         try:
             for value in _values(io.TextIOWrapper(stream, encoding="utf-8-sig")):
                 number += 1
@@ -312,7 +219,7 @@ def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
 def _values(stream: io.TextIOBase) -> Iterator[Any]:
     """JSON values between brackets, commas and spaces. A value that is cut is tried again with twice as much text."""
     decoder = json.JSONDecoder()
-    text, start, size = "", 0, _READ_BYTES
+    text, start, size = "", 0, READ_BYTES
     while True:
         more = stream.read(size)
         text, start = text[start:] + more, 0
@@ -327,18 +234,18 @@ def _values(stream: io.TextIOBase) -> Iterator[Any]:
                 if not more:
                     raise
                 break
-            size = _READ_BYTES
+            size = READ_BYTES
             yield value
         if not more:
             return
-        size = max(_READ_BYTES, len(text) - start)
+        size = max(READ_BYTES, len(text) - start)
 
 
 def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     """Rows of a table in CSV, by the names in its first line."""
     csv.field_size_limit(_MOST_CHARACTERS)
     number = 0
-    with _opened(file, read) as stream:
+    with opened(file, read) as stream:
         try:
             for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")):
                 number += 1
