@@ -45,6 +45,12 @@ def test_windows_caps_sinks_values_and_trees(case: TrainingCase, block: int, mon
         case.assert_padding_is_zero(results)
 
 
+def test_a_branch_may_begin_with_the_last_query_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_blocks, "_CPU_BLOCK", 16)
+    case = tree_case(PrefixTree.from_segments((-1, 0, 0), (16, 47, 20)))
+    case.assert_accurate(run(case))
+
+
 @pytest.mark.parametrize("number", [2, 4, 9])
 def test_sequences_of_several_blocks(number: int) -> None:
     case = longer(TABLE[number], 8, "cpu", F32)
