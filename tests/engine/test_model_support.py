@@ -93,6 +93,7 @@ def test_parameters_of_a_rotation_that_a_model_reads_pass(model_type: str, rope:
         ("mistral", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1, which"),
         ("llama", {"rope_parameters": DYNAMIC}, "alpha=1000.0, which transformers' llama does not read with rope_type"),
         ("llama", {"rope_parameters": LINEAR}, "attention_factor=1.5, which"),
+        ("mistral", {**SMALL, "layer_types": ["full_attention"] * 4}, "layer_types[0]='full_attention', which"),
     ],
 )
 def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:

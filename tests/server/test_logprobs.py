@@ -100,7 +100,11 @@ def test_offsets_of_parts_and_of_broken_characters() -> None:
     offsets = TextOffsets()
     assert [offsets.before(part) for part in (b"a", b"\xc3", b"\xa9", b"", b"bc", b"d")] == [0, 1, 1, 2, 2, 4]
     broken = TextOffsets()
-    assert [broken.before(part) for part in (b"\xf0", b"a", b"b")] == [0, 0, 2]
+    parts = [b"\xf0", b"a", b"\xe2\x82", b"\xf9", b"\xc3", b"", b"bc", b"d"]
+    at = [broken.before(part) for part in parts]
+    assert at == [0, 1, 2, 3, 4, 4, 5, 7]
+    text = b"".join(parts).decode("utf-8", "replace")
+    assert [text[place] for place in (at[1], at[6], at[7])] == ["a", "b", "d"]
 
 
 def test_offsets_of_an_echo_follow_its_text(server: Any) -> None:

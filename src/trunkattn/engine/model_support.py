@@ -135,7 +135,7 @@ def probe_attention(
     if soft_cap and layer.logits_soft_cap != soft_cap:
         return None, [f"its configuration has attn_logit_softcapping={soft_cap}, which its code does not apply"]
     windows = tuple(found.sliding_window for found in in_order)
-    reasons = _cache_reasons(config, windows)
+    reasons = _window_reasons(config, windows) or _cache_reasons(config, windows)
     return (None, reasons) if reasons else (AttentionGeometry(layer, windows, num_parameters), [])
 
 
@@ -143,6 +143,18 @@ def _differences(layers: Collection[LayerAttention]) -> str:
     """The fields in which layers differ, with their values."""
     values = {name: sorted({str(vars(layer)[name]) for layer in layers}) for name in vars(next(iter(layers)))}
     return ", ".join(f"{name} {' or '.join(found)}" for name, found in values.items() if len(found) > 1)
+
+
+def _window_reasons(config: PretrainedConfig, windows: tuple[int | None, ...]) -> list[str]:
+    """Whether the configuration says that a layer sees all tokens, and the model's code shows it a window."""
+    types = getattr(config, "layer_types", None) or ()
+    for layer, (layer_type, window) in enumerate(zip(types, windows, strict=False)):
+        if layer_type == "full_attention" and window is not None:
+            return [
+                f"its configuration has layer_types[{layer}]='full_attention', which transformers' {config.model_type} "
+                f"does not read: the layer sees a window of {window} tokens"
+            ]
+    return []
 
 
 def _cache_reasons(config: PretrainedConfig, windows: tuple[int | None, ...]) -> list[str]:

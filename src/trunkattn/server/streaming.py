@@ -32,6 +32,8 @@ class TextOffsets:
 
     def before(self, written: bytes) -> int:
         """Characters before a token that writes these bytes; the next token follows it."""
+        if written and not 0x80 <= written[0] < 0xC0:  # it goes on with no character that others have begun
+            self._characters += len(self._decoder.decode(b"", final=True))
         at = self._characters
         self._characters += len(self._decoder.decode(written))
         return at
