@@ -181,7 +181,7 @@ def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pyt
     row = [*range(1, 10)]
     assert len(row) == device_candidates._RADIX
     batch = make_batch([row, [20, *row[1:]], [*row[:5], 30, *row[6:]], [2, 1, *row[2:]], row])
-    planned = prepare(make_rule(4, 1, 16), capacity_for(batch, spare=0), 0)
+    planned = prepare(make_rule(4, 1, 16), capacity_for(batch, spare=0), CANDIDATES.index("64x64"))
     planned.fill(batch)
     planned.assert_equals_host(batch)
 

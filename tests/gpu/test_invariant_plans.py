@@ -219,8 +219,12 @@ def test_limits_are_flagged() -> None:
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(5, dtype=np.int32), UNLIMITED)
     roomy = invariant_limits(6, 2 * SPAN_TOKENS, rule.segment_size)
     messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial states"}
-    for name, message in messages.items():
-        planned = prepare(rule, Capacity(5, 6, 40, 1 << 20), limits=replace(roomy, **{name: 3}))
+    for name in (*messages, "merged"):
+        limits = replace(roomy, **{name: 3})
+        planned = prepare(rule, Capacity(5, 6, 40, 1 << 20), limits=limits)
         planned.fill(batch)
-        assert any(message in error for error in planned.errors), name
+        assert name == "merged" or any(messages[name] in error for error in planned.errors), name
         planned.assert_guarded()
+        arrays = planned.plan.arrays
+        assert (arrays["partial_slots"] < limits.slots).all() and (arrays["merge_ranges"] <= limits.slots).all()
+        assert arrays["counts"][3] <= limits.merged
