@@ -9,6 +9,7 @@ from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.command import command
 from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
 from trunkattn.cli.packages import ANALYSIS_PACKAGES, ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
+from trunkattn.interrupts import held_interrupts
 from trunkattn.names import install_command
 
 app = typer.Typer(
@@ -60,7 +61,8 @@ def demo(options: DemoOptions) -> None:
     on two cores for one to four minutes. `trunkattn doctor` says how to install the model.
     """
     need_engine()
-    from trunkattn.cli.demo import run_demo_command
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.demo import run_demo_command
 
     run_demo_command(options)
 
@@ -76,7 +78,8 @@ def generate(options: GenerateOptions) -> None:
     Example: `trunkattn generate ./SmolLM2 --prompt "Why is the sky blue?"`
     """
     need_engine()
-    from trunkattn.cli.generate import run_generate
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.generate import run_generate
 
     run_generate(options)
 
@@ -93,7 +96,8 @@ def serve(options: ServeOptions) -> None:
     Example: `trunkattn serve ./SmolLM2`
     """
     _need(SERVER_PACKAGES, "serve")
-    from trunkattn.cli.serve import run_serve
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.serve import run_serve
 
     run_serve(options)
 
@@ -110,7 +114,8 @@ def analyze(options: AnalyzeOptions) -> None:
     Example: `trunkattn analyze requests.jsonl --gpu "NVIDIA H100" --model llama-3-8b --html report.html`
     """
     _need(ANALYSIS_PACKAGES, "engine")
-    from trunkattn.cli.analyze import run_analyze
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.analyze import run_analyze
 
     run_analyze(options)
 
@@ -126,7 +131,8 @@ def explain(options: ExplainOptions) -> None:
     Example: `trunkattn explain 1,4,64_1024,512,128 --gpu "NVIDIA H100"`
     """
     _need(ANALYSIS_PACKAGES, "engine")
-    from trunkattn.cli.explain import run_explain
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.explain import run_explain
 
     run_explain(options)
 
@@ -139,6 +145,7 @@ def doctor(options: DoctorOptions) -> None:
     Runs a small attention on the CPU and compares it with the float64 reference. The first run compiles the kernels,
     which takes up to a minute. The exit code is 0 if the library and the engine work on this CPU, otherwise 1.
     """
-    from trunkattn.cli.doctor import run_doctor
+    with held_interrupts():  # torch drops one within its import
+        from trunkattn.cli.doctor import run_doctor
 
     run_doctor(options)
