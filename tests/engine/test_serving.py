@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.engines.embedded_serving import (
     SCALES,
@@ -77,6 +78,7 @@ def test_lengths_come_from_the_trace_if_there_is_one(tmp_path: Path) -> None:
 
 
 def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["serving.py", "--device", "cuda", "--budgets", "64", "128"])
     names = [f"chunked_prefill {budget} {execution}" for budget in (64, 128) for execution in ("serial", "auto")]
     assert [setting.name for setting in settings_of(arguments())] == ["prefill_first", *names]
@@ -102,6 +104,7 @@ def test_each_budget_runs_with_each_execution(monkeypatch: pytest.MonkeyPatch) -
 def test_bad_arguments_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], expected: str
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(sys, "argv", ["serving.py", *options])
     with pytest.raises(SystemExit) as ended:
         arguments()

@@ -133,8 +133,8 @@ def count_partials(partials, token, used):
 
 @triton.jit
 def _load_cut(choice, number):
-    one = load_pass(choice.passes, number)
-    return Cut(tl.load(choice.num_items + number), tl.load(choice.share + number), *one)
+    own = (tl.load(choice.num_items + number), tl.load(choice.share + number))
+    return Cut(*own, *load_pass(choice.passes, number))
 
 
 @triton.jit
