@@ -13,7 +13,7 @@ from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.common import BAD_PAGE, BAD_QUERIES, LONG_SEQUENCE
 from trunkattn.gpu.device_planner.planner import ERRORS
 from trunkattn.gpu.tiles import GpuTile
-from trunkattn.planner.tiles.candidates import candidates, tile_limits
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, tile_limits
 from trunkattn.planner.work_list import UNLIMITED, TileLimits
 
 from ..planner.specs import as_batch, make_batch
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 LOW_RULE = make_rule(
     1, 1, 8, shapes=tuple(GpuTile(*size, 1, 1, 2, (2000, 3000), (1500, 2500)) for size in ((2, 4), (8, 8)))
 )
+# A tile of two subtiles, each with a list of its own.
+NESTED_RULE = make_rule(1, 1, 8, shapes=(GpuTile(8, 8, 1, 1, 2, (2000, 3000), (1500, 2500), 2, 4),))
 LOW_BATCH = as_batch(tree_batch(parse_tree("1,11_40,9"), 1, row_seed=0, page_seed=1))
 LOW_NAMES = [tiling.name(LOW_RULE) for tiling in candidates(LOW_RULE)]
 
@@ -143,14 +145,22 @@ def test_a_plan_may_be_full() -> None:
     assert (planned.plan.arrays["merge_slots"] <= 2).all() and (planned.plan.arrays["partial_slots"] < 2).all()
 
 
-@pytest.mark.parametrize(("name", "cut"), [("items", ""), ("segments", ""), ("slots", " uncut")])
-def test_the_same_candidates_fit_as_on_the_host(name: str, cut: str) -> None:
-    """Of the least limit within which two launches fit, and of one less."""
-    candidate = LOW_NAMES.index(f"8x8+2x4{cut}")
+@pytest.mark.parametrize(
+    ("rule", "name", "tiling"),
+    [
+        (LOW_RULE, "items", "8x8+2x4"),
+        (LOW_RULE, "segments", "8x8+2x4"),
+        (LOW_RULE, "slots", "8x8+2x4 uncut"),
+        (NESTED_RULE, "segments", "8x8"),
+    ],
+)
+def test_the_same_candidates_fit_as_on_the_host(rule: TilingRule, name: str, tiling: str) -> None:
+    """Of the least limit within which a candidate fits, and of one less."""
+    candidate = [each.name(rule) for each in candidates(rule)].index(tiling)
     least = next(
-        size for size in range(10_000) if tiled(LOW_RULE, LOW_BATCH, replace(ROOMY, **{name: size})).fits()[candidate]
+        size for size in range(10_000) if tiled(rule, LOW_BATCH, replace(ROOMY, **{name: size})).fits()[candidate]
     )
-    planned = prepare(LOW_RULE, capacity_for(LOW_BATCH), limits=replace(ROOMY, **{name: least}))
+    planned = prepare(rule, capacity_for(LOW_BATCH), limits=replace(ROOMY, **{name: least}))
     for size in (least, least - 1):
         planned.limits = replace(ROOMY, **{name: size})
         planned.planner._limits = planned.planner._limits._replace(**{name: size})
