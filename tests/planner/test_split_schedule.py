@@ -45,6 +45,16 @@ def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> N
     assert _schedule_time(rule, tiles, weights, np.array(lengths, np.int32)) == end_of_schedule(rule, items)
 
 
+def test_the_time_of_a_schedule_of_a_very_long_tile() -> None:
+    """Its weight times the tokens of a split is more than an int64 holds."""
+    length, split = 2**30, 2**27
+    rule, tiles = RULE._replace(num_workers=8, num_kv_heads=1, partial_bytes=0), tiles_of([length])
+    weight = int(weight_of(rule, length, 32))
+    assert weight * split > 2**63
+    found = _schedule_time(rule, tiles, np.array([weight]), np.array([split], np.int32))
+    assert found == split * (512 + 128 * 3) + rule.item_bytes
+
+
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 7, 132, 264]))
 def test_splits_lie_on_the_grid_and_end_sooner(lengths: list[int], slots: int) -> None:
     rule, tiles = RULE._replace(num_workers=slots), tiles_of(lengths)

@@ -131,7 +131,7 @@ def _schedule_time(rule, tiles, weights, splits):
     for t in range(len(tiles)):
         length = np.int64(tiles[t, KV_END] - tiles[t, KV_START])
         for begin in range(0, length, splits[t]):
-            items[count] = weights[t] * min(np.int64(splits[t]), length - begin) // length + rule.item_bytes
+            items[count] = weights[t] // length * min(np.int64(splits[t]), length - begin) + rule.item_bytes
             count += 1
         if splits[t] < length:
             rows = (tiles[t, QUERY_END] - tiles[t, QUERY_START]) * rule.group_size
