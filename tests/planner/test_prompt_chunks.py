@@ -28,16 +28,17 @@ def spec_of(policy: str, page_size: int, device: DeviceModel = DEVICE) -> Planne
     return PlannerSpec(page_size, policy, model, split_rule(device, model, 2, 128, 0))
 
 
-@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([1, 5, 40, UNLIMITED]))
-def test_whole_chunks_have_the_bits_of_the_planner(seed: int, window: int) -> None:
-    """Of one worker, for which nothing is cut, on requests that share no page."""
+@given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([1, 5, 40, UNLIMITED]), row_unit=st.sampled_from([8, 32]))
+def test_whole_chunks_have_the_bits_of_the_planner(seed: int, window: int, row_unit: int) -> None:
+    """Of one worker, for which nothing is cut, on requests that share no page. A tile that is not full may take as long
+    as a full one, or less."""
     rng, page_size = np.random.default_rng(seed), 16
     query_lens = rng.integers(1, 90, rng.integers(1, 9))
     seq_lens = (query_lens + rng.integers(0, 200, len(query_lens))).astype(np.int32)
     columns = -(-int(seq_lens.max()) // page_size)
     table = np.arange(len(seq_lens) * columns, dtype=np.int32).reshape(-1, columns)
     batch = StepTables(table, seq_lens, np.append(0, query_lens.cumsum()).astype(np.int32), window)
-    spec = spec_of("per_query", page_size, replace(DEVICE, num_workers=1))
+    spec = spec_of("per_query", page_size, replace(DEVICE, num_workers=1, row_unit=row_unit))
     planned = Planner(spec).plan(batch)
     work = whole_chunks(batch, spec.model.queries_per_tile, spec.rule)
     assert work.equals(planned.work)
