@@ -17,6 +17,7 @@ from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.inputs import LayerInputs
+from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED
 
@@ -98,6 +99,21 @@ def test_lists_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ValueError, match="policy='cascade' makes lists for which there is no memory: expected a"):
             backend.plan(StepTables(ONE[:, None], ONE, STARTS))
     backend.plan(StepTables(ONE[:, None], ONE, STARTS)).check()
+
+
+@pytest.mark.parametrize("queries", [1, 40], ids=["tiles", "chunks"])
+def test_lists_that_kernels_cannot_count_are_refused(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    """Also without a capacity. Any other list needs gigabytes until it is too long, so here kernels count to 50."""
+    backend = GpuBackend(CONFIG, torch.device("cpu"), facts=H100)
+    tables = StepTables(np.arange(4, dtype=np.int32)[None], np.array([40], np.int32), queries * STARTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "MAX_INT32", 50)
+        with pytest.raises(ValueError, match=r"policy='auto' makes lists that have over 2\^31 numbers: expected fewer"):
+            backend.plan(tables)
+    step = backend.plan(tables)
+    step.check()
+    assert step.num_chunks == (queries > 1)
+    assert workspace.counted(MAX_INT32) == MAX_INT32
 
 
 @pytest.mark.parametrize("owner", [Workspace, DevicePlanner])

@@ -19,7 +19,7 @@ from trunkattn.gpu.kernel import Kernels, Work
 from trunkattn.gpu.launch_order import Launch, LaunchOrder
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
-from trunkattn.gpu.workspace import counted_zeros
+from trunkattn.gpu.workspace import counted, counted_zeros
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
     QUERY_END,
@@ -152,7 +152,11 @@ class Arrays:
 
     def place(self, lists: Lists, geometry: Geometry, into: GpuPlan | None = None) -> GpuPlan:
         """Starts the copy of lists to the device. into: a reserved plan with room for them, whose captured launches
-        then read them; None: new arrays."""
+        then read them; None: new arrays.
+
+        Raises:
+            OverflowError: the lists are longer than kernels count.
+        """
         host = _tile_arrays(lists)
         if into is None:
             into = self._of_size(lists, host, geometry)
@@ -171,10 +175,9 @@ class Arrays:
         chunks = None
         if lists.chunks:
             chunks = self._chunks_of_size(lists.chunks, geometry, lists.num_overlapped > 0)
-            launch = self._order.chunks(chunks.num_ctas, lists.num_overlapped > 0)
-            launches = [launch, *launches] if launch.num_ctas else launches
+            launches.insert(0, self._order.chunks(chunks.num_ctas, lists.num_overlapped > 0))
         sizes = {name: aligned(array.size) for name, array in host.items()}
-        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        flat = torch.empty(counted(sum(sizes.values())), dtype=torch.int32, device=self._device)
         return self._plan(flat, sizes, launches, geometry, chunks)
 
     @torch.inference_mode(False)
@@ -246,7 +249,7 @@ class Arrays:
             num_ctas = min(num_ctas, num_sms * tile.ctas_per_sm)
         host = _chunk_arrays(chunks, columns, geometry.num_kv_heads, num_ctas)
         sizes = {name: aligned(array.size) for name, array in host.items()}
-        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device=self._device)
+        flat = torch.empty(counted(sum(sizes.values())), dtype=torch.int32, device=self._device)
         return ChunkArrays(
             flat, sizes, tile=tile, num_kv_heads=geometry.num_kv_heads, table_stride=columns, num_ctas=num_ctas
         )

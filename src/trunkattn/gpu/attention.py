@@ -109,6 +109,8 @@ class GpuBackend:
             self._planner.forget()  # its forest may already be that of this batch, which has no plan
             if isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise ValueError(too_large(self.config.policy, "lists for which there is no memory")) from error
+            if isinstance(error, OverflowError):
+                raise ValueError(too_large(self.config.policy, "lists that have over 2^31 numbers")) from error
             raise
 
     def _plan(self, batch: StepTables, into: GpuPlan | None) -> GpuStep:

@@ -13,10 +13,16 @@ from trunkattn.numerics import MAX_INT32
 _MOST_KEPT: Final = 4096  # cached products of scales that are Python numbers
 
 
+def counted(number: int) -> int:
+    """The number itself, of places that kernels count in int32. Raises OverflowError if there are too many."""
+    if number > MAX_INT32:
+        raise OverflowError(f"{number} places: expected at most {MAX_INT32}")
+    return number
+
+
 def counted_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros whose places kernels count in int32. Raises OverflowError if there are too many."""
-    if (number := math.prod(shape)) > MAX_INT32:
-        raise OverflowError(f"{number} places: expected at most {MAX_INT32}")
+    counted(math.prod(shape))
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
