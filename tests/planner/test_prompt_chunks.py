@@ -15,7 +15,7 @@ from trunkattn.planner.packs.cost import cost_model
 from trunkattn.planner.planner import Planner, PlannerSpec, StepTables
 from trunkattn.planner.prompt_chunks import chunk_limits, divide, join, limits_broken, whole_chunks
 from trunkattn.planner.splitting import split_rule
-from trunkattn.planner.work_list import DIRECT, UNLIMITED, TileList
+from trunkattn.planner.work_list import DIRECT, UNLIMITED, ChunkLimits, TileList
 
 from .specs import as_batch, make_batch
 
@@ -113,6 +113,29 @@ def test_what_shares_nothing_and_is_not_cut_fits_every_capacity(seed: int, above
     assert limits_broken(Planner(spec).plan(division.chunks).work, limits, free_slots=0) == []
     assert len(division.chunks.seq_lens) <= limits.rows
     assert division.chunks.block_table.shape[1] <= limits.columns
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        # 64 tokens are at most 7 chunks of 9 or more: 7 + 64 / 8 items of 8 tokens, twice as many where they are cut,
+        # and 3 for each of 6 workers of 2 heads, and 1
+        ({}, ChunkLimits(items=2 * 15 + 9 + 1, queries=40 * 8, rows=7, columns=13)),
+        ({"max_requests": 3}, ChunkLimits(items=2 * 11 + 10, queries=32 * 8, rows=3, columns=13)),
+        ({"max_query_len": 9}, ChunkLimits(items=40, queries=320, rows=7, columns=13)),
+        ({"max_query_len": 8}, None),
+        ({"max_query_tokens": 8}, None),
+        # those that the host lists for the device may have one token
+        ({"max_query_len": 1, "max_chunk_tokens": 80}, ChunkLimits(items=30, queries=240, rows=20, columns=13)),
+        ({"max_chunk_tokens": 80}, ChunkLimits(items=40, queries=320, rows=20, columns=13)),
+        ({"max_chunk_tokens": 800}, ChunkLimits(items=120, queries=960, rows=20, columns=13)),
+    ],
+)
+def test_the_room_for_chunks(changes: dict[str, int], limits: ChunkLimits | None) -> None:
+    capacity = replace(
+        Capacity(max_requests=20, max_query_tokens=64, max_pages_per_request=13, num_pages=99), **changes
+    )
+    assert chunk_limits(spec_of("auto", 16).rule, 8, 8, capacity) == limits
 
 
 @pytest.mark.parametrize("lens, above", [([], 0), ([3, 3, 3], 3), ([0, 0, 0], 0)])
