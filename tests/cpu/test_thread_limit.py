@@ -66,6 +66,17 @@ def test_as_many_threads_as_have_a_processor(machine: Machine, others: float, ex
     assert threads_of(limit) == 4
 
 
+def test_a_limit_stays_while_others_compute(machine: Machine) -> None:
+    """Loops of fewer threads end the others, of whose time nothing is known then."""
+    limit = ThreadLimit()
+    threads_of(limit)
+    for others, expected in ((1.0, 3), (1.0, 3), (2.0, 2), (2.0, 2), (3.0, 1), (3.0, 1), (1.0, 3), (0.0, 4)):
+        machine.passes(10.0, others)
+        with limit.applied():
+            assert torch.get_num_threads() == expected
+            threads.team(expected)  # as a loop does
+
+
 def test_its_own_threads_are_not_others(machine: Machine) -> None:
     limit = ThreadLimit()
     threads_of(limit)

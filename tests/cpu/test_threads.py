@@ -60,6 +60,15 @@ def test_a_limit_is_this_threads_and_torchs_too() -> None:
     assert torch.get_num_threads() == 2 and len(set(threads.team(2))) == 2
 
 
+def test_a_loop_of_few_calls_ends_no_thread() -> None:
+    """GNU's OpenMP ends the threads that a team has no work for, and the next loop would start others."""
+    torch.set_num_threads(4)
+    team = set(threads.team(4))
+    assert len(team) == 4
+    assert calls_of(2) == [1, 1, 0]
+    assert set(threads.team(4)) == team
+
+
 SCRIPT: Final = """
 import threading
 import torch, trunkattn

@@ -45,7 +45,7 @@ class ThreadLimit:
         if self._free is None or self._free >= most:
             yield
             return
-        set_num_threads(max(1, self._free))
+        set_num_threads(self._free)
         try:
             yield
         finally:
@@ -58,8 +58,9 @@ class ThreadLimit:
             return
         self._window_ends = now + _WINDOW_S
         cores = None if self._others is None else self._others.cores()
-        self._free = None if cores is None else round(len(os.sched_getaffinity(0)) - cores)
-        self._team.find(num_threads)
+        self._free = None if cores is None else max(1, round(len(os.sched_getaffinity(0)) - cores))
+        # those of the loops until the next look: a smaller team ends the other threads, whose time is then unknown
+        self._team.find(num_threads if self._free is None else min(num_threads, self._free))
         gives_way = os.getpriority(os.PRIO_PROCESS, 0) > 0  # then its own time is counted as that of such programs
         self._others = OtherWork(self._team.seconds, counts_nice=gives_way)
 

@@ -40,11 +40,13 @@ def call_on_threads(kernel: int, arguments: int, num_threads: int) -> None:
 
     kernel: see `kernel_address`. arguments: address of what the kernel takes.
     """
-    at_once = min(num_threads, torch.get_num_threads())
-    if at_once == 1 or os.getpid() != _home():
+    most = torch.get_num_threads()
+    if min(num_threads, most) == 1 or os.getpid() != _home():
         _call_in_turn(kernel, arguments, num_threads)
         return
     loop = array("q", (kernel, arguments, num_threads, 0))
+    # GNU's OpenMP ends the threads that a smaller team leaves over, and the next full one has to start others.
+    at_once = min(num_threads, most) if _openmp() is None else most
     _parallel()(_take_calls_address(), loop.buffer_info()[0], at_once)
 
 
