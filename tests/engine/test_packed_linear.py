@@ -6,8 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trunkattn.cpu.linear import GROUP
-from trunkattn.engine.packed_linear import PackedLinear, _Panels, can_pack, pack_linears
+from trunkattn.cpu.linear import GROUP, Panels, multiply
+from trunkattn.engine import packed_linear
+from trunkattn.engine.latent import HeadLinear
+from trunkattn.engine.packed_linear import (
+    PackedHeadLinear,
+    PackedLinear,
+    _Panels,
+    can_pack,
+    pack_linears,
+    unpacked_weights,
+)
 
 
 def expected(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -39,11 +48,32 @@ def test_any_leading_shape_and_strides() -> None:
     torch.testing.assert_close(PackedLinear(linear)(x).double(), expected(linear, x), rtol=0, atol=1e-5)
 
 
+def test_some_heads_multiply_rows_of_any_strides() -> None:
+    linear, rows, out = HeadLinear(torch.randn(4, 50, 24)), torch.randn(24, 5).T, torch.full((5, 2, 50), torch.nan)
+    PackedHeadLinear(linear).of_rows(rows, slice(1, 3), out.transpose(0, 1))
+    exact = torch.einsum("ri,hoi->rho", rows.double(), linear.weight[1:3].double())
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+
+
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     linear, x = nn.Linear(576, 192), torch.randn(64, 576)
     together = PackedLinear(linear)(x)
     assert torch.equal(PackedLinear(linear)(x[8:16]), together[8:16])
     assert torch.equal(PackedLinear(linear)(x[37:38]), together[37:38])
+
+
+@pytest.mark.parametrize("to_int8", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_threads_take_every_panel_once(rows: int, to_int8: bool) -> None:
+    linear, x, before = nn.Linear(40, 240), torch.randn(rows, 40), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(PackedLinear(linear, _Panels([linear], to_int8))(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.property
@@ -117,12 +147,30 @@ def test_it_looks_like_the_layer_that_it_replaces() -> None:
 
 
 def test_a_layer_with_more_than_a_product_is_left_alone() -> None:
-    hooked, double, own_forward = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4)
+    hooked, hooked_before, own_forward = (nn.Linear(4, 4) for _ in range(3))
     hooked.register_forward_hook(lambda module, inputs, output: output + 1)
+    hooked_before.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
     own_forward.forward = lambda x: x  # type: ignore[method-assign]
-    model = nn.Sequential(hooked, double, own_forward)
+    kept = [hooked, hooked_before, own_forward, nn.Linear(4, 4, dtype=torch.float64), Doubled(4, 4)]
+    model = nn.Sequential(*kept)
     pack_linears(model)
-    assert list(model) == [hooked, double, own_forward]
+    assert list(model) == kept
+
+
+class Doubled(nn.Linear):
+    """A linear layer, and more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_weights_that_are_not_packed_are_named() -> None:
+    """Their products depend on the batch; those of biases and norms do not."""
+    own = nn.Module()
+    own.weight = nn.Parameter(torch.zeros(4, 4))
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), own, nn.LayerNorm(4), Doubled(4, 4))
+    pack_linears(model)
+    assert unpacked_weights(model) == ["2.weight", "4.weight"]
 
 
 def test_a_layer_with_two_parents_stays_one_layer() -> None:
@@ -157,6 +205,45 @@ def test_layers_of_one_input_give_the_bits_that_each_gives_alone(rows: int, bias
             assert torch.equal(layer(x), alone[name](x))
         x += 1  # the same tensor with other values is another input
         assert torch.equal(model.v_proj(x), alone["v_proj"](x))
+
+
+def test_an_input_that_is_written_to_between_two_layers_is_another_one() -> None:
+    model, x = Attention(bias=False), torch.randn(2, 40)
+    alone = PackedLinear(model.k_proj)
+    pack_linears(model)
+    model.q_proj(x)
+    x += 1
+    assert torch.equal(model.k_proj(x), alone(x))
+
+
+def test_layers_of_one_input_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = Attention(bias=False), []
+
+    def counted(rows: torch.Tensor, panels: Panels) -> torch.Tensor:
+        calls.append(rows)
+        return multiply(rows, panels)
+
+    monkeypatch.setattr(packed_linear, "multiply", counted)
+    pack_linears(model)
+    for x in torch.randn(2, 3, 40):
+        for layer in (model.q_proj, model.k_proj, model.v_proj):
+            layer(x)
+    assert len(calls) == 2
+
+
+def test_layers_of_two_parents_stay_the_same_layers() -> None:
+    first, second = Attention(bias=False), Attention(bias=False)
+    second.q_proj, second.k_proj, second.v_proj = first.q_proj, first.k_proj, first.v_proj
+    pack_linears(nn.Sequential(first, second))
+    assert all(first.get_submodule(name) is second.get_submodule(name) for name in ("q_proj", "k_proj", "v_proj"))
+
+
+def test_layers_of_other_sizes_are_packed_alone() -> None:
+    model, x = Attention(bias=False), torch.randn(2, 50)
+    model.k_proj = nn.Linear(50, 24)
+    right = expected(model.k_proj, x)
+    pack_linears(model)
+    torch.testing.assert_close(model.k_proj(x).double(), right, rtol=0, atol=1e-5)
 
 
 def test_layers_of_other_sizes_or_parents_are_packed_alone() -> None:
