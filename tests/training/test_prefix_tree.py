@@ -17,7 +17,7 @@ from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
 from trunkattn.training import tree_formats as formats
 from trunkattn.training.cpu_blocks import CpuSequence
-from trunkattn.training.sequences import Sequences
+from trunkattn.training.sequences import Sequences, table_length
 
 from ..attention.cases import fraction
 from .training_cases import BF16, F16, F32
@@ -235,8 +235,8 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("values has layout torch.sparse_coo: expected a", lambda: segments(-1).unpack(torch.ones(2).to_sparse())),
     ("sequences[0] has dtype timedelta64[s]", lambda: PrefixTree.from_sequences([np.array([1], "timedelta64[s]")])),
     (
-        "lengths sum to 2147483645: expected at most 2147483644 tokens",
-        lambda: PrefixTree.from_segments([-1, 0], [2**31 - 4, 1]),
+        "lengths sum to 2147483389: expected at most 2147483388 tokens",
+        lambda: PrefixTree.from_segments([-1, 0], [2**31 - 260, 1]),
     ),
     ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
     ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
@@ -307,6 +307,11 @@ def attend(tokens: int = 4, lead: tuple[int, ...] = (), **options: Any) -> Any:
 def test_bad_input(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
+
+
+def test_the_most_tokens_that_an_error_names_are_taken() -> None:
+    tree = PrefixTree.from_segments([-1, 0], [2**31 - 261, 1])
+    assert tree.num_tokens == 2147483388 and table_length(tree.num_tokens) == 2147483644 < 2**31
 
 
 def test_numpy_integers_are_lengths() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from trunkattn.derivatives import check_none
 from trunkattn.numerics import MAX_INT32
-from trunkattn.training.sequences import TreeTables
+from trunkattn.training.sequences import LARGEST_BLOCK, TreeTables
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
@@ -30,7 +30,7 @@ from trunkattn.training.tree_segments import check_segments, table_numbers
 from trunkattn.validate import check_dense, has_memory
 
 _Made = TypeVar("_Made")
-_MOST_TOKENS: Final = MAX_INT32 // 4 * 4  # tables hold whole fours of them, counted in int32
+_MOST_TOKENS: Final = MAX_INT32 // 4 * 4 - LARGEST_BLOCK  # for `table_length` fits in int32, too
 
 
 class PackedTree(NamedTuple):
