@@ -62,6 +62,11 @@ def test_exp2_of_a_masked_logit_is_zero(x: float) -> None:
     assert exp2_all(np.array([x], np.float32)).tolist() == [0.0]
 
 
+def test_nan_stays_nan() -> None:
+    nan = np.array([np.nan, -np.nan], np.float32)
+    assert np.isnan(exp2_all(nan)).all() and np.isnan(tanh_all(nan)).all()
+
+
 def test_tanh_is_accurate_at_every_size() -> None:
     low, high = np.array([1e-30, 40.0], np.float32).view(np.int32)
     positive = np.arange(low, high, 500, dtype=np.int32).view(np.float32)

@@ -103,6 +103,26 @@ def test_other_threads_of_this_process_are_others(machine: Machine) -> None:
     assert threads_of(limit) == 3
 
 
+def test_another_thread_may_compute_the_next_step(machine: Machine) -> None:
+    limit, found = ThreadLimit(), []
+    threads_of(limit)
+    machine.passes(10.0, 0.0)
+
+    def compute() -> None:
+        torch.set_num_threads(4)
+        found.append(threads_of(limit))
+        end = time.thread_time() + 0.3
+        while time.thread_time() < end:
+            pass
+        machine.passes(0.3, 0.0)
+        found.append(threads_of(limit))
+
+    other = threading.Thread(target=compute)
+    other.start()
+    other.join()
+    assert found == [4, 4]
+
+
 def test_after_an_error_the_threads_are_back(machine: Machine) -> None:
     limit = ThreadLimit()
     threads_of(limit)

@@ -42,6 +42,12 @@ def test_rows_do_not_depend_on_their_neighbours(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_rows_may_be_parts_of_longer_ones() -> None:
+    x, weight = torch.randn(5, 2, 60)[..., :40], torch.randn(40)
+    found = rms_norm(x, weight, 1e-6)
+    assert torch.equal(found, rms_norm(x.clone(), weight, 1e-6)) and found.is_contiguous()
+
+
 @pytest.mark.parametrize("norm_class", NORMS)
 def test_norms_of_transformers_are_replaced(norm_class: type[nn.Module]) -> None:
     norm = norm_class(96)
@@ -72,6 +78,14 @@ class Doubled(LlamaRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
+class OutsideTheRoot(LlamaRMSNorm):
+    """Adds its epsilon to the root, not to the mean below it."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        root = hidden_states.square().mean(-1, keepdim=True).sqrt()
+        return self.weight * hidden_states / (root + self.variance_epsilon)
+
+
 def doubled() -> nn.Module:
     norm = Doubled(8)
     nn.init.normal_(norm.weight)
@@ -81,6 +95,43 @@ def doubled() -> nn.Module:
 def hooked() -> nn.Module:
     norm = LlamaRMSNorm(8)
     norm.register_forward_hook(lambda module, inputs, output: output + 1)
+    return norm
+
+
+def hooked_before() -> nn.Module:
+    norm = LlamaRMSNorm(8)
+    norm.register_forward_pre_hook(lambda module, inputs: (inputs[0],))  # it may change later
+    return norm
+
+
+def with_state(name: str) -> nn.Module:
+    """A norm with something more that its result may depend on, as one that counts its calls has."""
+    norm = LlamaRMSNorm(8)
+    if name == "buffer":
+        norm.register_buffer(name, torch.ones(1))
+    elif name == "parameter":
+        norm.register_parameter(name, nn.Parameter(torch.ones(1)))
+    else:
+        norm.add_module(name, nn.Dropout())
+    return norm
+
+
+class Widened(LlamaRMSNorm):
+    """Returns another dtype than it takes."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).double()
+
+
+def with_one_factor() -> nn.Module:
+    norm = LlamaRMSNorm(8)
+    norm.weight = nn.Parameter(torch.ones(()))
+    return norm
+
+
+def of_zeros() -> nn.Module:
+    norm = nn.LayerNorm(8, bias=False)
+    nn.init.zeros_(norm.weight)
     return norm
 
 
@@ -95,6 +146,12 @@ def test_other_modules_stay() -> None:
         Gated(8),
         doubled(),
         hooked(),
+        hooked_before(),
+        of_zeros(),
+        OutsideTheRoot(8),
+        Widened(8),
+        with_one_factor(),
+        *(with_state(name) for name in ("buffer", "parameter", "module")),
     ]
     model = nn.ModuleList(kept)
     fuse_norms(model)

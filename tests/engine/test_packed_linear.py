@@ -100,6 +100,23 @@ def test_int8_gives_the_bits_of_the_rounded_weights(rows: int, in_features: int,
     assert torch.equal(packed(x), PackedLinear(linear)(x))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("in_features", [1, 32, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_int8_gives_few_rows_the_bits_of_the_rounded_weights(rows: int, in_features: int) -> None:
+    """Which are widened for each of up to two rows. A group of zeros has no scale."""
+    linear, x = nn.Linear(in_features, 100), torch.randn(rows, in_features)
+    linear.weight.data[7] = 0
+    packed = in_int8(linear)
+    linear.weight.data = packed.weight
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        found = packed(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, PackedLinear(linear)(x))
+
+
 def test_int8_keeps_the_weights_of_a_q8_0_file() -> None:
     steps = torch.randint(-127, 128, (48, 3, GROUP))
     steps[..., 0] = 127
@@ -108,12 +125,14 @@ def test_int8_keeps_the_weights_of_a_q8_0_file() -> None:
     assert torch.equal(in_int8(linear).weight, linear.weight)
 
 
-def test_layers_of_one_input_are_rounded_as_each_is_alone() -> None:
-    model, x = Attention(bias=True), torch.randn(3, 40)
+@pytest.mark.parametrize("rows", [3, 9])
+def test_layers_of_one_input_are_rounded_as_each_is_alone(rows: int) -> None:
+    model, x = Attention(bias=True), torch.randn(rows, 40)
     alone = {name: in_int8(layer) for name, layer in model.named_children()}
     pack_linears(model, to_int8=True)
     for name in ("q_proj", "k_proj", "v_proj"):
         assert torch.equal(model.get_submodule(name)(x), alone[name](x))
+        assert torch.equal(model.get_submodule(name).weight, alone[name].weight)
     assert all(layer._panels.whole.values.dtype == torch.int8 for layer in model.children())  # type: ignore[union-attr]
 
 
@@ -134,6 +153,14 @@ def test_only_float32_on_a_cpu_is_packed() -> None:
     assert can_pack(torch.float32, torch.device("cpu"))
     assert not can_pack(torch.bfloat16, torch.device("cpu"))
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize("in_features", [1, 24])
+def test_its_weight_is_a_copy(in_features: int) -> None:
+    packed, x = PackedLinear(nn.Linear(in_features, 50)), torch.randn(3, in_features)
+    before = packed(x)
+    packed.weight.zero_()
+    assert torch.equal(packed(x), before)
 
 
 def test_it_looks_like_the_layer_that_it_replaces() -> None:
