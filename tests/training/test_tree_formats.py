@@ -93,6 +93,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         "cu_seqlens_k ends with 3: expected 2, the length of kv_index",
         lambda: formats.from_paths([0, 1], [0, 2], [0, 3]),
     ),
+    ("cu_seqlens_k ends with 1: expected 2, the", lambda: formats.from_paths([0, 1], [0, 1], [0, 1])),
     ("cu_seqlens_k[1]=1: expected a path that holds its segment", lambda: formats.from_paths([0], [0, 2], [0, 1])),
     ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
@@ -112,12 +113,15 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ),
     ("ranges is a list: expected a torch.Tensor", lambda: formats.from_subtree_ranges([[0, 1]])),  # type: ignore
     ("ranges has shape (2,): expected (tokens, 2)", lambda: formats.from_subtree_ranges(torch.zeros(2))),
+    ("ranges has shape (2, 3): expected", lambda: formats.from_subtree_ranges(torch.tensor([[0, 2, 2], [1, 2, 2]]))),
     (
         "ranges[1, 0]=2: expected 1, as tokens are in depth-first pre-order; pack them",
         lambda: formats.from_subtree_ranges(torch.tensor([[0, 3], [2, 3], [1, 3]])),
     ),
     ("parent_ids has 1 entries: expected 2", lambda: formats.from_group_ids([0, 0], [0])),
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
+    ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, -1], [-1, -1])),
+    ("group_ids[3]=1 comes again: expected each group in", lambda: formats.from_group_ids([0, 0, 1, 1], [0, 0, 0, 1])),
     ("parent_ids[0]=3: expected its own group, 7", lambda: formats.from_group_ids([7], [3])),
     ("parent_ids[1]=5: expected its own group, 1, or 0, the last", lambda: formats.from_group_ids([0, 1], [0, 5])),
     ("parent_ids[2]=1: expected its own group, 2, or 0", lambda: formats.from_group_ids([0, 1, 2], [0, 0, 1])),
@@ -137,6 +141,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     (
         f"cu_seqlens_q[1]={-(2**31)}: expected more than the 0",
         lambda: formats.from_paths([0, 1], [0, -(2**31)], [0, 2]),
+    ),
+    (
+        "kv_index[3]=-1: expected 0 to 1, a token before",
+        lambda: formats.from_paths([0, 1, 0, -1, 2], [0, 2, 3], [0, 2, 5]),
     ),
     (
         "kv_index[3]=2: expected 0 to 1, a token before",

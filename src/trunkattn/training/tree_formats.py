@@ -113,15 +113,14 @@ def to_group_info(tree: PrefixTree) -> list[list[int]]:
     _check_one_level(tree, "group_info")
     roots = [segment for segment, parent in enumerate(tree.parents) if parent < 0]
     groups = {root: [tree.lengths[root]] for root in roots}
-    packed = {root: iter(range(root + 1, len(tree.lengths))) for root in roots}  # the suffixes of a root lie behind it
-    told: set[int] = set()  # equal sequences end at one segment
+    told: set[int] = set()  # equal sequences end at one segment, and suffixes are packed in the order of their first
     for leaf in tree.leaves:
         parent = tree.parents[leaf]
         if parent < 0:
             groups[leaf].append(0)
         elif leaf not in told:
             told.add(leaf)
-            groups[parent].append(tree.lengths[next(packed[parent])])
+            groups[parent].append(tree.lengths[leaf])
     return list(groups.values())
 
 
@@ -179,7 +178,7 @@ def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
         seen.add(group)
         if parent in (group, -1):
             prompt, root = group, segment
-        elif root < 0 or parent != prompt:
+        elif parent != prompt:
             last = "" if root < 0 else f", or {prompt}, the last prompt before it, as each has its answers behind it"
             raise ValueError(f"parent_ids[{start}]={parent}: expected its own group, {group}{last}")
         parents.append(-1 if root == segment else root)
