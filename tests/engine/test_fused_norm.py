@@ -48,6 +48,14 @@ def test_rows_may_be_parts_of_longer_ones() -> None:
     assert torch.equal(found, rms_norm(x.clone(), weight, 1e-6)) and found.is_contiguous()
 
 
+def test_zeros_without_epsilon_are_torchs_and_end_no_other_row() -> None:
+    x, weight = torch.randn(5, 96), torch.randn(96)
+    x[1] = 0
+    expected = weight * (x * x.square().mean(-1, keepdim=True).rsqrt())
+    assert expected.isnan().any(-1).tolist() == [False, True, False, False, False]
+    torch.testing.assert_close(rms_norm(x, weight, 0.0), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("norm_class", NORMS)
 def test_norms_of_transformers_are_replaced(norm_class: type[nn.Module]) -> None:
     norm = norm_class(96)

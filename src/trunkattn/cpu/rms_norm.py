@@ -65,10 +65,11 @@ def _kernel() -> int:
     return kernel_address(_normalize)
 
 
-@njit(by_address=True, fastmath={"contract", "nsz", "reassoc"})
+@njit(by_address=True, error_model="numpy", fastmath={"contract", "nsz", "reassoc"})
 def _normalize(arguments, thread):
     """A thread's rows. The sum of squares is taken in vectors, in an order that depends on the width and not on the
-    number of rows."""
+    number of rows. Without epsilon a row of zeros becomes NaN, as torch has it: Python's error would leave out the rows
+    after it."""
     numbers = array_at(arguments, np.int64)
     a = _Arguments(
         x=numbers[0],
