@@ -18,9 +18,11 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
+from trunkattn.engine.checked_request import RequestChecks
 from trunkattn.engine.logits import LogitsRules, LogitsState, adjust_logits
 from trunkattn.engine.sampling import NO_TOKEN_LEFT, NOT_FINITE, Sampler, SampleSpec, _probabilities
 from trunkattn.engine.sampling_params import SamplingParams
+from trunkattn.engine.token_rules import ModelLimits
 
 VOCAB = 200
 PROMPT = [5, 7, 7, 9]
@@ -86,6 +88,19 @@ def test_counts_follow_the_answer() -> None:
         fresh = LogitsState(params, LogitsRules(), list(tokens), 2)
         assert torch.equal(adjusted(logits_of(1), state), adjusted(logits_of(1), fresh))
     assert [part.tolist() for part in state.token_counts()] == [[1, 2, 8], [0, 1, 2]]
+
+
+def test_answers_share_the_tokens_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count a long prompt for each of many answers would hold up the step in which they begin."""
+    checks, params = RequestChecks(ModelLimits(VOCAB, 100), None), SamplingParams(n=3, repetition_penalty=1.3)
+    prompts = [[5, 7, 7, 9], [8, 8]]
+    first = checks.check(prompts[0], params, "prompt", None)
+    both = [first, checks.check(prompts[1], params, "prompt", first.rules)]  # as `LLM` does for prompts in a row
+    monkeypatch.setattr(np, "unique", None)
+    for prompt, checked in zip(prompts, both, strict=True):
+        state = LogitsState(params, checked.rules, [*prompt, 9, 11, 9], len(prompt))
+        counts = dict(zip(*(part.tolist() for part in state.token_counts()), strict=True))
+        assert counts == {**dict.fromkeys(prompt, 0), 9: 2, 11: 1}
 
 
 @pytest.mark.parametrize("answer", [[], [4], [4, 6], [6, 4, 6], [4, 6, 8], [1, 4]])

@@ -1,8 +1,10 @@
 """A request that can run: checked against one model, with everything done that takes time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from trunkattn.engine.logits import LogitsRules
 from trunkattn.engine.request import PromptTooLong
@@ -66,4 +68,7 @@ class RequestChecks:
         if not all(type(token_id) is int and 0 <= token_id <= highest for token_id in prompt_token_ids):
             for token_id in prompt_token_ids:  # one is bad or an integer of another type, which check_int accepts
                 check_int(f"{name}: token id", token_id, 0, highest)
-        return CheckedRequest([int(token_id) for token_id in kept], params, rules)
+        token_ids = [int(token_id) for token_id in kept]
+        if params.has_penalties:
+            rules = replace(rules, prompt=np.unique(np.array(token_ids, dtype=np.int64)))
+        return CheckedRequest(token_ids, params, rules)

@@ -30,12 +30,14 @@ class LogitsRules:
         sequences: token sequences that the answer never has. None is empty.
         allowed: `allowed_token_ids`, sorted; empty if all are allowed.
         grammar: the form of the answer, at its beginning; None: any.
+        prompt: the distinct tokens of the prompt, sorted, which penalties count; None: each answer finds them.
     """
 
     ends: tuple[int, ...] = ()
     sequences: tuple[tuple[int, ...], ...] = ()
     allowed: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     grammar: GrammarState | None = None
+    prompt: NDArray[np.int64] | None = None
 
     @cached_property
     def banned_anywhere(self) -> list[int]:
@@ -74,9 +76,11 @@ class LogitsState:
         self._rules = rules
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_counted = 0
-        self._place: dict[int, int] = {}  # token of prompt or answer -> its place in the next two
-        self._distinct, self._occurrences = array("q"), array("q")
+        self._num_counted = num_prompt_tokens
+        self._place: dict[int, int] = {}  # token of the answer -> its place in the next two, which begin as the prompt
+        self._prompt = np.unique(token_ids[:num_prompt_tokens]) if rules.prompt is None else rules.prompt
+        self._distinct = array("q", self._prompt.tobytes())
+        self._occurrences = array("q", bytes(len(self._distinct) * self._distinct.itemsize))
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -93,15 +97,22 @@ class LogitsState:
 
     def token_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The distinct tokens of prompt and answer, and how often the answer has each."""
-        for position in range(self._num_counted, len(self._token_ids)):
-            token_id = self._token_ids[position]
-            place = self._place.setdefault(token_id, len(self._distinct))
-            if place == len(self._distinct):
-                self._distinct.append(token_id)
-                self._occurrences.append(0)
-            self._occurrences[place] += position >= self._num_prompt_tokens
+        for token_id in self._token_ids[self._num_counted :]:
+            place = self._place.get(token_id)
+            if place is None:
+                place = self._place[token_id] = self._add(token_id)
+            self._occurrences[place] += 1
         self._num_counted = len(self._token_ids)
         return np.array(self._distinct), np.array(self._occurrences)
+
+    def _add(self, token_id: int) -> int:
+        """The place of a token that the answer has for the first time."""
+        place = int(np.searchsorted(self._prompt, token_id))
+        if place < len(self._prompt) and self._prompt[place] == token_id:
+            return place
+        self._distinct.append(token_id)
+        self._occurrences.append(0)
+        return len(self._distinct) - 1
 
     def banned(self) -> list[int]:
         """Tokens that cannot come next: ends of bad words, and before `min_tokens` what ends the answer."""
