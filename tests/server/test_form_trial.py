@@ -10,9 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import ByT5Tokenizer
 
+from trunkattn.engine import StructuredOutputsParams
+from trunkattn.engine.structured_output import StructuredOutputs
 from trunkattn.server import form_worker, limits
 from trunkattn.server.engine_loop import Submission
+from trunkattn.server.form_trial import FormTrial
 
 from .conftest import Server, wait_for
 
@@ -117,6 +121,18 @@ def test_a_form_that_nobody_had_time_to_try_is_not_refused(
         assert late.status_code == 503 and late.headers["Retry-After"] and not trial._processes
     replace(Path(form_worker.__file__).read_text())
     assert server.post(COMPLETE, FORM).status_code == 200
+
+
+def test_a_tokenizer_in_python_has_no_forms(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no attribute `backend_tokenizer`, which llguidance reads."""
+    tokenizer = ByT5Tokenizer()
+    forms = StructuredOutputs(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    with pytest.raises(ValueError, match="expected a model with a fast tokenizer"):
+        forms.start(StructuredOutputsParams(regex="[0-9]"))
+    service = server.app.state.service
+    monkeypatch.setattr(service, "_trial", FormTrial(forms, service._compiling, limits.LIMITS))
+    answer = server.post(COMPLETE, FORM)
+    assert answer.status_code == 400 and "fast tokenizer" in answer.json()["error"]["message"]
 
 
 def test_clients_that_go_away_leave_no_process_of_forms(form_server: Any) -> None:

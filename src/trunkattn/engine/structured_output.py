@@ -149,8 +149,10 @@ class StructuredOutputs:
         """What another process needs for llguidance's tokenizer: its JSON, the number of tokens, and the tokens that
         end an answer. Raises what `start` raises."""
         self._check_tokenizer()
-        assert self._tokenizer is not None
-        return self._tokenizer.backend_tokenizer.to_str(), self._num_vocab, self._eos_token_ids
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise _unread(f"{type(self._tokenizer).__name__} is one in Python")
+        return fast.to_str(), self._num_vocab, self._eos_token_ids
 
     def _remember(self, among: OrderedDict[Any, Any], key: Any, what: Any) -> None:
         """Puts an entry in as the newest, and drops the oldest ones that do not fit any more."""
@@ -185,7 +187,12 @@ class StructuredOutputs:
                 self._tokenizer, n_vocab=self._num_vocab, eos_token=self._eos_token_ids
             )
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise ValueError(
-                f"structured_outputs: expected a model with a fast tokenizer (tokenizer.json), and llguidance cannot "
-                f"read this one ({error})"
-            ) from error
+            raise _unread(str(error)) from error
+
+
+def _unread(reason: str) -> ValueError:
+    """The error of a tokenizer that llguidance cannot read."""
+    return ValueError(
+        f"structured_outputs: expected a model with a fast tokenizer (tokenizer.json), and llguidance cannot read this "
+        f"one ({reason})"
+    )
