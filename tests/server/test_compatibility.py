@@ -167,6 +167,15 @@ def test_a_name_of_the_other_endpoint_is_refused(server: Server, extra: dict[str
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [{"chat_template": "x"}, {"documents": [{"text": "x"}]}, {"functions": [TOOL]}, {"truncate_prompt_tokens": 2}],
+)
+def test_tokens_of_another_prompt_are_not_counted_in_silence(server: Server, extra: dict[str, Any]) -> None:
+    response = server.post("/tokenize", {"messages": [USER]} | extra)
+    assert response.status_code == 400 and response.json()["error"]["param"] in extra
+
+
 def test_unknown_names_are_logged_once_or_refused(
     server: Server, start_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:

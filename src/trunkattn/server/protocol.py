@@ -73,6 +73,14 @@ _OTHER_ANSWERS: Final = (
     *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
     *("repetition_detection", "thinking_token_budget", "watermarking", "vllm_xargs"),
 )
+# Fields that would make another prompt of a conversation, and what to send instead
+_OTHER_PROMPTS: Final = MappingProxyType(
+    {
+        "functions": "expected tools instead",
+        "chat_template": "this server runs only the model's own template; leave it out",
+        "documents": "expected the documents in messages instead",
+    }
+)
 # Fields of a chat that say what the model is to read
 _OF_CHATS: Final = (
     *("messages", "tools", "functions", "documents", "chat_template", "chat_template_kwargs"),
@@ -294,13 +302,11 @@ class ChatCompletionRequest(Sampling):
     refused = MappingProxyType(
         {
             **Sampling.refused,
+            **_OTHER_PROMPTS,
             "prompt": "expected messages instead",
-            "functions": "expected tools instead",
             "audio": "this server makes only text; leave it out",
             "moderation": "this server moderates nothing; leave it out",
             "web_search_options": "this server asks no other host; leave it out",
-            "chat_template": "this server runs only the model's own template; leave it out",
-            "documents": "expected the documents in messages instead",
             "echo": "this server sends only the answer; leave it out",
             "add_special_tokens": "the model's template writes them; leave it out",
         }
@@ -322,7 +328,13 @@ class ChatCompletionRequest(Sampling):
 class TokenizeRequest(Body):
     """Body of /tokenize: a text or a conversation, with what a chat's prompt is made of."""
 
-    refused = MappingProxyType({"return_token_strs": "expected /detokenize for the text of tokens"})
+    refused = MappingProxyType(
+        {
+            **_OTHER_PROMPTS,
+            "return_token_strs": "expected /detokenize for the text of tokens",
+            "truncate_prompt_tokens": "all tokens are counted here; leave it out",
+        }
+    )
     model: Label | None = None
     prompt: str | None = None
     messages: Messages | None = None
