@@ -4,6 +4,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 from trunkattn.engine.form_limits import FormLimits, check_form, check_size
+from trunkattn.engine.form_numbers import part_bounds
 from trunkattn.engine.form_schema import explain, rewrite
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
@@ -59,6 +60,7 @@ def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
     """The form in llguidance's Lark syntax."""
     if form.json is not None:
         rewrite(schema)
+        part_bounds(schema)
         return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}", schema)
     if form.json_object:
         return FormGrammar("json_object", True, 'start: %json {"type": "object"}')

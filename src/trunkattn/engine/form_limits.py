@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
+from trunkattn.engine.form_numbers import check_numbers, part_bounds
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 
 # No two of its parts can match the same space, so that its time is linear in the text.
@@ -19,7 +20,8 @@ _RULE: Final = re.compile(r"^[^\S\n]*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\]\s*)?(
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
 _JSON_RULE: Final = re.compile(r"%json\s*")  # a schema within a grammar follows
-_DECODER: Final = json.JSONDecoder(parse_int=float)  # whose digits have no limit
+_LONGEST_INTEGER: Final = 300  # digits; Python refuses integers of thousands
+_DECODER: Final = json.JSONDecoder(parse_int=lambda text: (int if len(text) < _LONGEST_INTEGER else float)(text))
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -147,6 +149,7 @@ def _check_schema(schema: Any, limits: FormLimits) -> None:
     _at_most("json", sum(map(len, _texts(schema))), limits.max_characters, "characters")
     _at_most("json", sum(map(_leads_away, _names(schema))), limits.max_chain, "references that are no paths within it")
     _at_most("json", longest_chain(_references(schema)), limits.max_chain, "references in a row")
+    check_numbers(schema)
 
 
 def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
@@ -222,6 +225,12 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
     _at_most("grammar", longest_chain(graph), limits.max_chain, "rules that name one another in a row")
     for schema in _schemas_within(grammar):
         _check_schema(schema, limits)
+        if part_bounds(schema):
+            raise ValueError(
+                "structured_outputs.grammar: a schema in it has an integer as exclusiveMinimum or exclusiveMaximum, "
+                "less than 1 before another bound: expected minimum or maximum there, because llguidance would allow "
+                "the integer"
+            )
 
 
 def _schemas_within(grammar: str) -> Iterator[Any]:
