@@ -1,11 +1,13 @@
-"""FlashAttention for training beside its peers: forward and backward of batches of one length, bf16.
+r"""FlashAttention for training beside its peers: forward and backward of batches of one length, bf16.
 
     python -m benchmarks.kernels.flash_training                     # five shapes; results/flash-training-CARD.json
-    python -m benchmarks.kernels.flash_training --grid --attentions default one_pass torch_cudnn flash_attention_4
-    python -m benchmarks.kernels.flash_training --shapes "full 4x4096 32/32 D 128"
+    python -m benchmarks.kernels.flash_training --grid --wide --attentions default with_flash_attention_4 one_pass \
+        torch_cudnn flash_attention_4
+    python -m benchmarks.kernels.flash_training --shapes "full 4x4096 32/32 D 128" "causal 2x8192 16/16 D 192/128"
     python -m benchmarks.kernels.flash_training --device cpu --shapes "causal 2x64 4/2 D 32"  # keeps nothing
 
-`default` is what a user gets, `one_pass` and `deterministic` are kernels of our own. Beside them in the same process:
+`default` is what a user gets without extras, `with_flash_attention_4` with that one, `one_pass` and `deterministic` are
+kernels of our own. Beside them in the same process:
 PyTorch's scaled_dot_product_attention by its flash and its cuDNN back end, FlexAttention, FlashAttention-4
 (`flash_attn.cute`) and FlashAttention-3's forward pass (`fa3` of vLLM's wheels), each if it imports. training_cells.py
 says how times are taken. Outputs and gradients of one sequence and one KV head are compared with plain PyTorch in
@@ -13,7 +15,8 @@ float32. --untimed only compares, which compiles every kernel: several processes
 
 The result has one row a shape, {"shape", "date", "commit", ATTENTION: cell, ...}, and each row is of one process: rows
 of shapes that are measured again are replaced whole. A cell is {"forward", "backward", "both": {"ms", "tflops"},
-"timed_by", "error", "peak_mb"}, or {"missing": reason}, or {"wrong": error}; of `default` it names the "kernel", too.
+"timed_by", "error", "peak_mb"}, or {"missing": reason}, or {"wrong": error}; of the first two it names the "kernel",
+too.
 `checks` are from training_checks.py.
 """
 
@@ -34,6 +37,7 @@ from benchmarks.lib.report import RESULTS, short_name, with_earlier, write_resul
 from trunkattn.gpu.kernel import Work
 
 TOKENS = 16384
+TAKEN_BY_TABLE = ("default", "with_flash_attention_4")  # cells that name the kernel
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SHAPES = tuple(
     map(
@@ -47,6 +51,17 @@ SHAPES = tuple(
 GRID = tuple(
     Shape(causal, TOKENS // length, length, 32, kv_heads, head_dim)
     for head_dim, kv_heads, causal, length in product((128, 64), (32, 8), (True, False), LENGTHS)
+)
+WIDE = tuple(
+    Shape(causal, 4, 4096, num_qo_heads, num_kv_heads, *head_dims)
+    for num_qo_heads, num_kv_heads, *head_dims in (
+        (32, 32, 96),
+        (32, 8, 96),
+        (16, 16, 192, 128),
+        (16, 16, 256),
+        (16, 4, 256),
+    )
+    for causal in (True, False)
 )
 
 
@@ -76,18 +91,19 @@ def error_by_plain(inputs: Inputs, shape: Shape) -> Callable[[Results], float]:
 def row_of(shape: Shape, attentions: list[str], device: str, timed: bool = True) -> dict[str, Any]:
     """A row of the result."""
     heads = shape.num_qo_heads, shape.num_kv_heads
-    inputs = random_inputs((shape.batch, shape.length), heads, shape.head_dim, device)
+    inputs = random_inputs((shape.batch, shape.length), heads, shape.head_dim, device, head_dim_v=shape.head_dim_v)
     error_of = error_by_plain(inputs, shape)
     row: dict[str, Any] = {"shape": shape.name}
     for name in attentions:
         attention = ATTENTIONS[name]
-        row[name] = measure(
-            lambda attention=attention: attention.make(shape, device),
-            inputs, error_of, shape.gigaflops, attention.trains, timed,
-        )  # fmt: skip
+        with attention.surroundings():
+            row[name] = measure(
+                lambda attention=attention: attention.make(shape, device),
+                inputs, error_of, shape.gigaflops, attention.trains, timed,
+            )  # fmt: skip
+            if name in TAKEN_BY_TABLE:
+                row[name]["kernel"] = training_kernel(*inputs.leaves, Work.BATCH)
         print(f"{shape.name}: {name} {shown(row[name])}", flush=True)
-    if "default" in row:
-        row["default"]["kernel"] = training_kernel(inputs.q, inputs.k, Work.BATCH)
     return row
 
 
@@ -105,11 +121,12 @@ def main() -> None:
     parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
     parser.add_argument("--shapes", nargs="+", help='such as "causal 8x2048 32/8 D 128"; default: five')
     parser.add_argument("--grid", action="store_true", help="lengths of 512 to 16k, 16k tokens in all")
+    parser.add_argument("--wide", action="store_true", help="heads of 96, 192 with values of 128, and 256")
     parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     parser.add_argument("--untimed", action="store_true", help="compare results only; keep nothing")
     options = parser.parse_args()
     try:
-        shapes = [*map(parse_shape, options.shapes or ()), *(GRID if options.grid else ())] or list(SHAPES)
+        shapes = [*map(parse_shape, options.shapes or ()), *GRID * options.grid, *WIDE * options.wide] or list(SHAPES)
     except ValueError as reason:
         parser.error(f"argument --shapes: {reason}")
     rows: list[dict[str, Any]] = []

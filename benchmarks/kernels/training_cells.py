@@ -2,7 +2,8 @@
 
 Times are medians of replayed CUDA graphs, without Python. What cannot be captured is timed by events, with the device
 held while the host queues; each cell says which. The backward pass is both passes less the forward pass. TFLOP/s count
-2 products forward and 5 backward of what the mask leaves, whatever a kernel computes twice.
+2 products forward and 5 backward of what the mask leaves, whatever a kernel computes twice; of heads whose values have
+another width, all of the mean width.
 """
 
 import math
@@ -38,12 +39,19 @@ class Inputs(NamedTuple):
 
 
 def random_inputs(
-    rows: tuple[int, ...], heads: tuple[int, int], head_dim: int, device: str, dtype: torch.dtype = torch.bfloat16
+    rows: tuple[int, ...],
+    heads: tuple[int, int],
+    head_dim: int,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim_v: int | None = None,
 ) -> Inputs:
-    """Inputs [*rows, heads, head_dim], the same in every process. heads: of queries, and of keys and values."""
+    """Inputs [*rows, heads, head_dim], the same in every process. heads: of queries, and of keys and values.
+    head_dim_v: of values; None for head_dim."""
     torch.manual_seed(0)
-    sizes = (heads[0], heads[1], heads[1], heads[0])
-    q, k, v, dout = (torch.randn(*rows, size, head_dim, device=device).to(dtype) for size in sizes)
+    width = head_dim_v or head_dim
+    sizes = ((heads[0], head_dim), (heads[1], head_dim), (heads[1], width), (heads[0], width))
+    q, k, v, dout = (torch.randn(*rows, *size, device=device).to(dtype) for size in sizes)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.training_cells import Attend
-from benchmarks.lib.internals import own_flash_attention
+from benchmarks.lib.internals import own_flash_attention, without_flash_attention_4
 from trunkattn import flash_attention
+from trunkattn.training.spec import fa4_version
 
 
 class Shape(NamedTuple):
-    """A batch of sequences of one length."""
+    """A batch of sequences of one length. head_dim_v: of values; None for that of keys."""
 
     causal: bool
     batch: int
@@ -22,18 +24,20 @@ class Shape(NamedTuple):
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    head_dim_v: int | None = None
 
     @property
     def name(self) -> str:
         """What `parse_shape` reads."""
         mask, heads = "causal" if self.causal else "full", f"{self.num_qo_heads}/{self.num_kv_heads}"
-        return f"{mask} {self.batch}x{self.length} {heads} D {self.head_dim}"
+        values = f"/{self.head_dim_v}" if self.head_dim_v else ""
+        return f"{mask} {self.batch}x{self.length} {heads} D {self.head_dim}{values}"
 
     @property
     def gigaflops(self) -> float:
         """The work of the forward pass, half of it where causal."""
         pairs = self.batch * self.length**2 / (2 if self.causal else 1)
-        return 4 * pairs * self.num_qo_heads * self.head_dim / 1e9
+        return 2 * pairs * self.num_qo_heads * (self.head_dim + (self.head_dim_v or self.head_dim)) / 1e9
 
 
 def parse_shape(text: str) -> Shape:
@@ -42,23 +46,34 @@ def parse_shape(text: str) -> Shape:
     Raises:
         ValueError: it is no name of a shape.
     """
-    found = re.fullmatch(r"(causal|full) ([1-9]\d*)x([1-9]\d*) ([1-9]\d*)/([1-9]\d*) D ([1-9]\d*)", text)
+    found = re.fullmatch(
+        r"(causal|full) ([1-9]\d*)x([1-9]\d*) ([1-9]\d*)/([1-9]\d*) D ([1-9]\d*)(?:/([1-9]\d*))?", text
+    )
     if not found or int(found[4]) % int(found[5]):
         raise ValueError(f"shape {text!r}: expected a batch such as 'causal 8x2048 32/8 D 128'")
-    return Shape(found[1] == "causal", *map(int, found.groups()[1:]))
+    sizes = [int(size) for size in found.groups()[1:] if size]
+    return Shape(found[1] == "causal", *sizes)
 
 
 class Attention(NamedTuple):
     """An attention. make: that of a shape on a device; it raises where it cannot run. trains: else it has no
-    gradients."""
+    gradients. surroundings: it is called inside them."""
 
     make: Callable[[Shape, str], Attend]
     trains: bool = True
+    surroundings: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def default(shape: Shape, device: str) -> Attend:
     """`flash_attention`, what a user gets."""
     return lambda q, k, v: flash_attention(q, k, v, shape.causal)
+
+
+def with_flash_attention_4(shape: Shape, device: str) -> Attend:
+    """`flash_attention` where FlashAttention-4 is installed."""
+    if not fa4_version():
+        raise ModuleNotFoundError("flash-attn-4 is not installed")
+    return default(shape, device)
 
 
 def ours(deterministic: bool) -> Callable[[Shape, str], Attend]:
@@ -133,7 +148,8 @@ def flash_attention_3(shape: Shape, device: str) -> Attend:
 
 
 ATTENTIONS = {
-    "default": Attention(default),
+    "default": Attention(default, surroundings=without_flash_attention_4),
+    "with_flash_attention_4": Attention(with_flash_attention_4),
     "one_pass": Attention(ours(False)),
     "deterministic": Attention(ours(True)),
     "torch_flash": Attention(torchs(SDPBackend.FLASH_ATTENTION)),

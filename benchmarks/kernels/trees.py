@@ -152,7 +152,7 @@ def row_of(
         )  # fmt: skip
         print(f"{name}: {way} {shown(row[way])}", flush=True)
     if "default" in row:
-        row["default"]["kernel"] = training_kernel(inputs.q, inputs.k, Work.TREE)
+        row["default"]["kernel"] = training_kernel(*inputs.leaves, Work.TREE)
     if timed:
         row["plan"] = plan_ms(tree, inputs)
         print(f"{name}: plan {row['plan']}", flush=True)

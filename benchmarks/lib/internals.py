@@ -1,7 +1,11 @@
 """What benchmarks look at inside the library: these are no part of its interface."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,10 +16,8 @@ from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_kernel
 from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.planner.work_list import UNLIMITED
+from trunkattn.training import op, spec
 from trunkattn.training.cudnn_trees import intervals
-from trunkattn.training.op import attention as training_op
-from trunkattn.training.op import tables_of
-from trunkattn.training.spec import TrainingConfig
 
 
 def backend_of(attention: BatchAttention) -> Any:
@@ -43,6 +45,34 @@ def take_prefill_tile(attention: BatchAttention, tile: PrefillTile) -> None:
     backend._chunks = ChunkPlanner(attention.config, tile, card.num_sms)
 
 
+@contextmanager
+def own_training_kernels() -> Iterator[None]:
+    """Inside, kernels of this project compute what a cuDNN or FlashAttention-4 computes by default."""
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    cuda.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before[0])
+        cuda.enable_flash_sdp(before[1])
+
+
+@contextmanager
+def without_flash_attention_4() -> Iterator[None]:
+    """Inside, FlashAttention-4 counts as not installed."""
+    chosen = op._sources, import_module("trunkattn.training.flash_attention")._chosen
+    with mock.patch.object(spec, "fa4_version", str):
+        for cache in chosen:
+            cache.cache_clear()
+        try:
+            yield
+        finally:
+            for cache in chosen:
+                cache.cache_clear()
+
+
 def own_flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,27 +82,24 @@ def own_flash_attention(
     tree: PrefixTree | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`flash_attention` by kernels of this project, where by default a cuDNN computes."""
-    tables = tables_of(tree=None if tree is None else tree.tables(q.device))
+    """`flash_attention` by kernels of this project, where by default a cuDNN or FlashAttention-4 computes."""
+    tables = op.tables_of(tree=None if tree is None else tree.tables(q.device))
     switches = [int(causal or tree is not None), UNLIMITED, int(deterministic)]
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        return training_op(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+    with own_training_kernels():
+        return op.attention(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
 
 
-def training_kernel(q: torch.Tensor, k: torch.Tensor, work: Work) -> str:
-    """What `flash_attention` takes by default for a batch or a tree of the dtype, head_dim and heads of q and k: a
-    kernel of the table that computes both passes, or one for each."""
+def training_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> str:
+    """What `flash_attention` takes by default for a batch or a tree of tensors like q, k and v: a kernel of the table
+    that computes both passes, or one for each."""
     if not q.is_cuda:
         return "CPU"
-    card, config = card_at(q.device), TrainingConfig(q.shape[-1], q.dtype, q.shape[-1], (), q.shape[-2] != k.shape[-2])
+    options = ("tree",) * (work is Work.TREE)
+    card, config = card_at(q.device), spec.TrainingConfig.of(q, k, v)
     if kernel := choose(work, config, card).kernel:
         return kernel.name
-    forward = config._replace(options=("tree",) * (work is Work.TREE))
-    passes = choose(Work.FORWARD, forward, card), choose(Work.BACKWARD, config, card)
+    config = config._replace(options=options)
+    passes = choose(Work.FORWARD, config, card), choose(Work.BACKWARD, config, card)
     return ", ".join(choice.kernel.name for choice in passes if choice.kernel)
 
 

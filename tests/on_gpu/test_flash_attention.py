@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.lib.internals import own_training_kernels
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
-from trunkattn.training import spec
+from trunkattn.training import flash_attention_4, spec
 from trunkattn.training.spec import TrainingConfig
 
 from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, longer, run, tree_case
@@ -22,11 +23,9 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def own_kernels() -> Iterator[None]:
-    """Sequences of one length go to PyTorch's cuDNN unless it is off; these are tests of what computes all others."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    yield
-    torch.backends.cuda.enable_cudnn_sdp(before)
+    """Others compute sequences of one length unless they are off; these are tests of what computes all the rest."""
+    with own_training_kernels():
+        yield
 
 
 def check(case: TrainingCase, deterministic: bool) -> None:
@@ -364,6 +363,57 @@ def test_cudnn_computes_sequences_of_one_length(dtype: torch.dtype, head_dim: in
         check(TrainingCase((lengths, lengths), False, causal, heads, head_dim, dtype, device="cuda"), False)
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "heads"),
+    [
+        ((40, 40), (4, 4)), ((64, 64), (4, 4)), ((64, 64), (8, 2)), ((96, 96), (8, 2)), ((128, 128), (4, 4)),
+        ((128, 128), (8, 2)), ((192, 128), (4, 4)), ((200, 72), (4, 4)), ((256, 256), (4, 2)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_flash_attention_4_computes_sequences_of_one_length(
+    dtype: torch.dtype, head_dims: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    pytest.importorskip("flash_attn.cute")
+    torch.backends.cuda.enable_flash_sdp(True)
+    for lengths, causal in (((2100, 2100), True), ((2048, 333), False)):
+        case = TrainingCase(
+            (lengths, lengths), False, causal, heads, head_dims[0], dtype, head_dim_v=head_dims[1], device="cuda"
+        )
+        config = TrainingConfig.of(*case.inputs[:3])
+        passes = [choose(work, config, card_at("cuda")).kernel for work in (Work.FORWARD, Work.BACKWARD)]
+        assert [kernel and kernel.source() for kernel in passes] == [flash_attention_4] * 2
+        for deterministic in (False, True):
+            check(case, deterministic)
+        first, *others = (run(case, True) for _ in range(20))
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("lengths", [(600, 600), (2100, 2100)])
+def test_torch_compile_with_flash_attention_4(lengths: tuple[int, int]) -> None:
+    """The forward pass of the shorter ones is cuDNN's."""
+    pytest.importorskip("flash_attn.cute")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_flash_sdp(True)
+    case = TrainingCase((lengths, lengths), False, True, (4, 4), 128, BF16, device="cuda")
+    q, k, v, dout, dlse = case.inputs
+
+    def step(*leaves: torch.Tensor) -> torch.Tensor:
+        out, lse = flash_attention(*leaves, True, return_lse=True)
+        return (out.float() * dout).sum() + (lse * dlse).sum()
+
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    gradients = torch.autograd.grad(torch.compile(step, fullgraph=True)(*leaves), leaves)
+    out, lse = flash_attention(q, k, v, True, return_lse=True)
+    case.assert_accurate((out, lse, *gradients))
+    batched = torch.autograd.grad(
+        flash_attention(*leaves, True), leaves, torch.stack([dout] * 2), is_grads_batched=True
+    )
+    for tensor, pair in zip(leaves, batched, strict=True):
+        assert pair.shape == (2, *tensor.shape)
+        assert (pair[0] - pair[1]).norm() <= 0.01 * pair[0].norm()
+
+
 @pytest.mark.parametrize(("heads", "head_dim"), [((8, 8), 64), ((8, 2), 64), ((8, 2), 128), ((8, 8), 128)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_torch_compile_beside_cudnn(heads: tuple[int, int], head_dim: int, autocast: bool) -> None:
@@ -397,7 +447,7 @@ def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tr
     card = card_at("cuda")
     if not card.why_not_hopper:
         for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "Hopper backward")):
-            options = ("tree" if is_tree else "cu_seqlens_q",) * (work is Work.FORWARD)
+            options = ("tree" if is_tree else "cu_seqlens_q",)
             kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim, options, True), card).kernel
             assert kernel and kernel.name == name
             assert kernel.source().reads(*case.inputs[:3])

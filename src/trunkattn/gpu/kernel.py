@@ -156,6 +156,13 @@ KERNELS: Final = (
         tiles=training.no_tiles,
     ),
     Kernel(
+        name="FlashAttention-4 forward",
+        work=Work.FORWARD,
+        module="trunkattn.training.flash_attention_4",
+        refuses=training.refuses_fa4_forward,
+        tiles=training.no_tiles,
+    ),
+    Kernel(
         name="cuDNN forward",
         work=Work.FORWARD,
         module="trunkattn.training.cudnn_forward",
@@ -176,6 +183,13 @@ KERNELS: Final = (
         refuses=training.refuses,
         tiles=training.forward_tiles,
         portable=True,
+    ),
+    Kernel(
+        name="FlashAttention-4 backward",
+        work=Work.BACKWARD,
+        module="trunkattn.training.flash_attention_4",
+        refuses=training.refuses_fa4_backward,
+        tiles=training.no_tiles,
     ),
     Kernel(
         name="Hopper backward",

@@ -38,10 +38,12 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile. On
-    Hopper and Blackwell, PyTorch's cuDNN computes sequences of one length where it can, unless
-    `torch.backends.cuda.enable_cudnn_sdp(False)` was called. Sources: FlashAttention, https://arxiv.org/abs/2205.14135,
-    §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
+    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile.
+    Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
+
+    Sequences of one length go to PyTorch's cuDNN on Hopper and Blackwell, and to FlashAttention-4 on Hopper where it is
+    installed, each where it is the fastest. `torch.backends.cuda.enable_cudnn_sdp(False)` and `enable_flash_sdp(False)`
+    keep them away.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
@@ -134,7 +136,7 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
         given.append(spec.UNEVEN)
     if tree is not None and tree.num_levels > spec.CUDNN_LEVELS:
         given.append(spec.DEEP)
-    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], tuple(given), q.shape[-2] != k.shape[-2])
+    config = spec.TrainingConfig.of(q, k, v, tuple(given))
     return _chosen(Work.BATCH if tree is None else Work.TREE, config, q.device)
 
 

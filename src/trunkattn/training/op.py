@@ -64,12 +64,15 @@ def _is_deterministic(*options: Any) -> bool:
     return bool(deterministic)
 
 
+def _names(given: Sequences, q: torch.Tensor, k: torch.Tensor, deterministic: bool) -> tuple[str, ...]:
+    """The options of a `TrainingConfig` for some sequences."""
+    return given.options + given.layout(q, k) + ("deterministic",) * deterministic
+
+
 def _kernel(work: Work, tensors: Triple, options: tuple[str, ...]) -> ModuleType:
     """The source of the first kernel that computes some work on the card of q, k and v and can read them; the portable
     kernel reads all. `options` are those of a `TrainingConfig`."""
-    q, k, v = tensors
-    config = spec.TrainingConfig(q.shape[-1], q.dtype, v.shape[-1], options, q.shape[-2] != k.shape[-2])
-    *fast, portable = _sources(work, config, q.device)
+    *fast, portable = _sources(work, spec.TrainingConfig.of(*tensors, options), tensors[0].device)
     return next((source for source in fast if source.reads(*tensors)), portable)
 
 
@@ -105,8 +108,7 @@ def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: An
 
 def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
     given, deterministic = _sequences(*options), _is_deterministic(*options)
-    asked = given.options + given.layout(q, k) + ("deterministic",) * deterministic
-    forward = _kernel(Work.FORWARD, (q, k, v), asked).forward
+    forward = _kernel(Work.FORWARD, (q, k, v), _names(given, q, k, deterministic)).forward
     with torch.cuda.device(q.device):  # launches go to the current device
         found: Pair = forward(q, k, v, given)
     return found
@@ -140,7 +142,7 @@ def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) ->
 def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, out, lse, *options = saved
     given, deterministic = _sequences(*options), _is_deterministic(*options)
-    backward = _kernel(Work.BACKWARD, (q, k, v), given.options + ("deterministic",) * deterministic).backward
+    backward = _kernel(Work.BACKWARD, (q, k, v), _names(given, q, k, deterministic)).backward
     with torch.cuda.device(q.device):
         found: tuple[torch.Tensor, ...] = backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
     return found

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 from trunkattn.gpu.cards import Card
 from trunkattn.names import install_command
@@ -12,18 +13,26 @@ from trunkattn.numerics import padded_head_dim
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
+LONG: Final = 2048  # queries from which on both passes of FlashAttention-4 are the fastest, as measured on an H200
 
 
 class TrainingConfig(NamedTuple):
     """The properties of a call that decide which training kernel computes it. dtype: of queries, keys and values.
     head_dim_v: of values. options: names of the other arguments of `flash_attention` that are given. is_grouped:
-    several query heads share a KV head."""
+    several query heads share a KV head. is_long: there are `LONG` queries or more in a sequence of a batch."""
 
     head_dim: int
     dtype: torch.dtype
     head_dim_v: int
     options: tuple[str, ...] = ()
     is_grouped: bool = False
+    is_long: bool = False
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[str, ...] = ()) -> "TrainingConfig":
+        """The configuration of checked tensors [..., tokens, heads, head_dim]."""
+        is_grouped, is_long = q.shape[-2] != k.shape[-2], q.shape[-3] >= LONG
+        return cls(q.shape[-1], q.dtype, v.shape[-1], options, is_grouped, is_long)
 
     @property
     def widest(self) -> int:
@@ -74,17 +83,63 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     its PyTorch says so of the tensors, too."""
     reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ())
     if not reasons and not refuses_cudnn_forward(config, card):
-        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
+        name = "the Hopper" if refuses_fa4_backward(config, card) else "FlashAttention-4's"
+        reasons.append(f"{_heads(config)}: {name} backward pass is faster behind cuDNN's forward pass")
     return reasons
 
 
 def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the cuDNN of PyTorch does not compute the forward pass for a backward pass of our own; empty: it does, if its
+    """Why the cuDNN of PyTorch does not compute the forward pass for another's backward pass; empty: it does, if its
     PyTorch says so of the tensors, too."""
-    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ()) + refuses_hopper_backward(config, card)
-    if config.widest > _NARROW and not config.is_grouped:
-        reasons.append(f"{_heads(config)}: cuDNN's backward pass is as fast as that of Hopper")
+    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ())
+    if refuses_fa4_backward(config, card):
+        reasons += refuses_hopper_backward(config, card)
+        if config.widest > _NARROW and not config.is_grouped:
+            reasons.append(f"{_heads(config)}: cuDNN's backward pass is as fast as that of Hopper")
     return reasons
+
+
+_FA4: Final = "FlashAttention-4"
+FA4_MODULE: Final = "flash_attn.cute.interface"  # of an extra: nothing imports it unless it computes
+FA4_VERSIONS: Final = ("4.0.0b36", "4.1")  # from the first to before the second
+
+
+def _refuses_fa4(config: TrainingConfig, card: Card) -> list[str]:
+    """What both passes of FlashAttention-4 refuse."""
+    reasons = _refuses_hopper(config, card, _FA4, ("deterministic",))
+    installed = fa4_version()
+    first, after = FA4_VERSIONS
+    if not installed or not first <= TorchVersion(installed) < f"{after}.dev0":  # its own betas come after .dev0
+        found = f"version {installed}" if installed else "not installed"
+        expected = f"expected {first} or later, before {after}"
+        reasons.append(f"flash-attn-4 is {found}: {expected}; {install_command('flash-attn-4')}")
+    return reasons
+
+
+def refuses_fa4_forward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why FlashAttention-4 does not compute the forward pass on a card; empty: it does."""
+    reasons = _refuses_fa4(config, card)
+    if not config.is_long:
+        reasons.append(f"fewer than {LONG} queries: cuDNN's forward pass is faster")
+    return reasons
+
+
+def refuses_fa4_backward(config: TrainingConfig, card: Card) -> list[str]:
+    """Why FlashAttention-4 does not compute the backward pass on a card; empty: it does."""
+    reasons = _refuses_fa4(config, card)
+    if config.is_grouped and config.head_dim != config.head_dim_v:
+        reasons.append(f"{_heads(config)}: FlashAttention-4 has one head_dim for both in grouped heads")
+    if config.is_grouped and not config.is_long:
+        reasons.append(f"grouped heads and fewer than {LONG} queries: the Hopper backward pass is faster")
+    return reasons
+
+
+def fa4_version() -> str:
+    """The version of FlashAttention-4, or nothing where it is not installed."""
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return ""
 
 
 def _heads(config: TrainingConfig) -> str:
@@ -226,9 +281,8 @@ def card_tile(name: str, q: torch.Tensor, v: torch.Tensor) -> FlashTile:
 HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
-_HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks")
 UNEVEN: Final = "causal over seqlen_k unlike seqlen_q"  # beside arguments of `flash_attention` among options
-_FORWARD_TAKES: Final = (*_HOPPER_TAKES, "cu_seqlens_q", "tree", UNEVEN, "deterministic")
+_HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks", "cu_seqlens_q", "tree", UNEVEN)
 _HOPPER_OWN_KEYS: Final = 128  # head_dim up to which the sums of 64 keys fit the registers of a warpgroup
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
@@ -263,10 +317,10 @@ def hopper_forward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile,
 
 
 def _refuses_hopper(config: TrainingConfig, card: Card, name: str, takes: tuple[str, ...]) -> list[str]:
-    """What the Hopper passes refuse. name: of the pass; takes: options that it has."""
+    """What a pass by kernels for Hopper refuses. name: of the pass; takes: options that it has."""
     reasons = list(card.why_not_hopper)
     lacks = (option for option in config.options if option not in takes)
-    reasons += [f"{option} is given: the Hopper {name} pass has none" for option in lacks]
+    reasons += [f"{option} is given: {name} has none" for option in lacks]
     if config.dtype not in _HOPPER_DTYPES:
         reasons.append(f"dtype {config.dtype}: expected torch.bfloat16 or torch.float16")
     for dim, width in (("head_dim", config.head_dim), ("head_dim_v", config.head_dim_v)):
@@ -278,13 +332,13 @@ def _refuses_hopper(config: TrainingConfig, card: Card, name: str, takes: tuple[
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
-    return _refuses_hopper(config, card, "forward", _FORWARD_TAKES)
+    return _refuses_hopper(config, card, "the Hopper forward pass", (*_HOPPER_TAKES, "deterministic"))
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper backward pass does not compute an attention on a card; empty: it does, if TMA reads the
     tensors."""
-    return _refuses_hopper(config, card, "backward", _HOPPER_TAKES)
+    return _refuses_hopper(config, card, "the Hopper backward pass", _HOPPER_TAKES)
 
 
 def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
