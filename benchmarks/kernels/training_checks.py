@@ -22,6 +22,7 @@ from benchmarks.kernels.flash_training import plain
 from benchmarks.kernels.training_cells import Inputs, both_passes, random_inputs
 from benchmarks.kernels.training_peers import Shape, ours, torchs
 from benchmarks.kernels.tree_attentions import ours as ours_over_trees
+from benchmarks.lib.internals import own_training_kernels
 from benchmarks.lib.options import usable_device
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.workloads.training_trees import parse_training_tree
@@ -158,6 +159,7 @@ def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
     }
 
 
+@own_training_kernels()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"

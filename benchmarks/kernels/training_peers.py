@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernels.training_cells import Attend
-from benchmarks.lib.internals import own_flash_attention, without_flash_attention_4
+from benchmarks.lib.internals import own_flash_attention, own_training_kernels, without_flash_attention_4
 from trunkattn import flash_attention
 from trunkattn.training.spec import fa4_version
 
@@ -150,8 +150,8 @@ def flash_attention_3(shape: Shape, device: str) -> Attend:
 ATTENTIONS = {
     "default": Attention(default, surroundings=without_flash_attention_4),
     "with_flash_attention_4": Attention(with_flash_attention_4),
-    "one_pass": Attention(ours(False)),
-    "deterministic": Attention(ours(True)),
+    "one_pass": Attention(ours(False), surroundings=own_training_kernels),
+    "deterministic": Attention(ours(True), surroundings=own_training_kernels),
     "torch_flash": Attention(torchs(SDPBackend.FLASH_ATTENTION)),
     "torch_cudnn": Attention(torchs(SDPBackend.CUDNN_ATTENTION)),
     "flex_attention": Attention(flex_batch),

@@ -40,7 +40,7 @@ from benchmarks.kernels.training_cells import (
     shown,
 )
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
-from benchmarks.lib.internals import own_flash_attention, training_kernel
+from benchmarks.lib.internals import own_flash_attention, own_training_kernels, training_kernel
 from benchmarks.lib.options import accepted_by, usable_device
 from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
@@ -73,10 +73,12 @@ def by_repeated_sequences(tree: PrefixTree, inputs: Inputs) -> Results:
     for index in tree.sequence_indices():
         own = index.to(inputs.q.device)
         leaves = [leaf.detach()[own][None].requires_grad_() for leaf in inputs.leaves]
-        found = own_flash_attention(*leaves, True, deterministic=True)
         dout = inputs.dout[own].masked_fill(seen[own][:, None, None], 0.0)
+        with own_training_kernels():
+            found = own_flash_attention(*leaves, True, deterministic=True)
+            gradients = torch.autograd.grad(found, leaves, dout[None])
         out[own] = found[0].detach()
-        for total, part in zip(sums, torch.autograd.grad(found, leaves, dout[None]), strict=True):
+        for total, part in zip(sums, gradients, strict=True):
             total.index_add_(0, own, part[0].float())
         seen[own] = True
     return out, *(total.to(out.dtype) for total in sums)

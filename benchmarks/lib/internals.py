@@ -47,7 +47,7 @@ def take_prefill_tile(attention: BatchAttention, tile: PrefillTile) -> None:
 
 @contextmanager
 def own_training_kernels() -> Iterator[None]:
-    """Inside, kernels of this project compute what a cuDNN or FlashAttention-4 computes by default."""
+    """Inside, kernels of this project compute the passes that a cuDNN or FlashAttention-4 computes by default."""
     cuda = torch.backends.cuda
     before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
@@ -82,11 +82,11 @@ def own_flash_attention(
     tree: PrefixTree | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """`flash_attention` by kernels of this project, where by default a cuDNN or FlashAttention-4 computes."""
+    """`flash_attention` without the kernels that compute both passes at once. Inside `own_training_kernels`, those of
+    this project compute each pass."""
     tables = op.tables_of(tree=None if tree is None else tree.tables(q.device))
     switches = [int(causal or tree is not None), UNLIMITED, int(deterministic)]
-    with own_training_kernels():
-        return op.attention(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+    return op.attention(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
 
 
 def training_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> str:

@@ -6,12 +6,17 @@ from statistics import geometric_mean
 from types import MappingProxyType
 from typing import Any, Final
 
-from benchmarks.kernels.flash_training import SHAPES
+from benchmarks.kernels.flash_training import SHAPES, WIDE
 from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, card_of, exists, folded, load, sources, span, table
 
 CARDS: Final = ("h100", "h200")
 OURS: Final = MappingProxyType(
-    {"default": "TrunkAttention", "one_pass": "own kernels", "deterministic": "own kernels, deterministic"}
+    {
+        "default": "TrunkAttention",
+        "with_flash_attention_4": "with FlashAttention-4",
+        "one_pass": "own kernels",
+        "deterministic": "own kernels, deterministic",
+    }
 )
 PEERS: Final = MappingProxyType(
     {
@@ -33,6 +38,7 @@ COMPARED: Final = (
     ("one_pass", ("torch_flash",)),
     ("deterministic", ("torch_flash",)),
     ("one_pass", FASTEST),
+    ("with_flash_attention_4", FASTEST),
 )
 MEMORY_WAYS: Final = ("default", "repeated")
 PLAN_PARTS: Final = ("tree", "tables", "cudnn", "flex_attention")
@@ -69,9 +75,10 @@ def measured(rows: Iterable[Row]) -> str:
 
 
 def named(card: str) -> list[Row]:
-    """The rows of the batches of a card that stand beside all peers."""
+    """The rows of the batches of a card that the page shows one by one, beside its peers."""
     rows = {row["shape"]: row for row in rows_of(f"flash-training-{card}")}
-    return [rows[shape.name] for shape in SHAPES if shape.name in rows and "torch_cudnn" in rows[shape.name]]
+    shown = (*SHAPES, *WIDE)
+    return [rows[shape.name] for shape in shown if shape.name in rows and "torch_cudnn" in rows[shape.name]]
 
 
 def over_cudnn() -> list[float]:
@@ -95,7 +102,7 @@ def in_words() -> str:
 
 
 def batches() -> Section | None:
-    """Batches of one length beside all peers."""
+    """Batches of one length beside peers."""
     cards = [card for card in CARDS if named(card)]
     if not cards:
         return None
@@ -119,8 +126,9 @@ def batches() -> Section | None:
     text = f"""## Batches beside peers
 
 TFLOP/s forward / backward, bf16, FlashAttention-3 forward only. "TrunkAttention" is what a user of `flash_attention`
-gets: PyTorch's cuDNN for both passes, or for the forward pass where our own backward pass is faster. "Own kernels" are
-what it takes elsewhere. Then ratios of speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the
+gets: PyTorch's cuDNN for both passes, or for the forward pass where our own backward pass is faster. "With
+FlashAttention-4" is what a user gets who installs the extra `flash-attn-4`. "Own kernels" are what it takes elsewhere.
+Then ratios of speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the
 faster of cuDNN and FlashAttention-4.
 {measured(everywhere)}
 
@@ -147,7 +155,11 @@ def ratios(row: Row) -> list[str]:
 def losses_of(card: str, rows: Sequence[Row]) -> list[Loss]:
     """One loss for each peer that is faster somewhere: of what a user gets, if it was measured, and of own kernels."""
     found = []
-    for way, name in (("default", "training, what a user gets"), ("one_pass", "training in kernels of our own")):
+    for way, name in (
+        ("default", "training, what a user gets"),
+        ("with_flash_attention_4", "training, with FlashAttention-4 installed"),
+        ("one_pass", "training in kernels of our own"),
+    ):
         for peer in PEERS:
             parts = PARTS if peer != "flash_attention_3" else PARTS[:1]
             times = [1 / speed for part in parts for speed in speeds(rows, way, (peer,), part)]

@@ -49,6 +49,7 @@ def chosen(work: Work, config: TrainingConfig, capability: int = 90) -> str | No
         (LONG._replace(options=("sliding_window",)), "Hopper", "Hopper"),
         (LONG._replace(dtype=torch.float32), "portable", "portable"),
         (LONG._replace(head_dim=32, head_dim_v=32), "portable", "portable"),
+        (LONG._replace(head_dim=256), "Hopper", "Hopper"),
     ],
 )
 def test_who_computes_each_pass(config: TrainingConfig, forward: str, backward: str) -> None:

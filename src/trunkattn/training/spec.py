@@ -102,11 +102,15 @@ def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
 _FA4: Final = "FlashAttention-4"
 FA4_MODULE: Final = "flash_attn.cute.interface"  # of an extra: nothing imports it unless it computes
 FA4_VERSIONS: Final = ("4.0.0b36", "4.1")  # from the first to before the second
+_FA4_DIMS: Final = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # those it was measured and checked with
 
 
 def _refuses_fa4(config: TrainingConfig, card: Card) -> list[str]:
     """What both passes of FlashAttention-4 refuse."""
     reasons = _refuses_hopper(config, card, _FA4, ("deterministic",))
+    if (config.head_dim, config.head_dim_v) not in _FA4_DIMS:
+        expected = ", ".join(f"{keys} and {values}" for keys, values in _FA4_DIMS)
+        reasons.append(f"head_dim {config.head_dim}, of values {config.head_dim_v}: expected one of {expected}")
     installed = fa4_version()
     first, after = FA4_VERSIONS
     if not installed or not first <= TorchVersion(installed) < f"{after}.dev0":  # its own betas come after .dev0
@@ -128,7 +132,7 @@ def refuses_fa4_backward(config: TrainingConfig, card: Card) -> list[str]:
     """Why FlashAttention-4 does not compute the backward pass on a card; empty: it does."""
     reasons = _refuses_fa4(config, card)
     if config.is_grouped and config.head_dim != config.head_dim_v:
-        reasons.append(f"{_heads(config)}: FlashAttention-4 has one head_dim for both in grouped heads")
+        reasons.append(f"{_heads(config)}: FlashAttention-4 expects one head_dim")
     if config.is_grouped and not config.is_long:
         reasons.append(f"grouped heads and fewer than {LONG} queries: the Hopper backward pass is faster")
     return reasons
