@@ -207,6 +207,13 @@ def test_children_are_in_the_order_of_the_first_sequence_that_each_holds() -> No
     assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
 
 
+def test_tokens_may_be_numbers_of_64_bits() -> None:
+    sequences = [[1, 5], [2**32 + 1, 5], [1, 6], [-(2**63), 2**63 - 1]]
+    tree = PrefixTree.from_sequences(sequences)
+    assert tree.tokens is not None and tree.tokens.tolist() == [1, 5, 6, 2**32 + 1, 5, -(2**63), 2**63 - 1]
+    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
+
+
 def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
     """Each of 2,000 sequences goes a token further along one path: a look at each node of each path takes minutes."""
     tree = PrefixTree.from_sequences([np.array([1] * depth + [2]) for depth in range(2000)])
@@ -239,6 +246,8 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: PrefixTree.from_segments([-1, 0], [2**31 - 260, 1]),
     ),
     ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
+    ("sequences[0] has dtype bool: expected integers", lambda: PrefixTree.from_sequences([[True, False]])),
+    ("sequences is a bytes: expected a list of", lambda: PrefixTree.from_sequences(b"ab")),  # type: ignore[arg-type]
     ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
     ("sequences is a str: expected a list of sequences", lambda: PrefixTree.from_sequences("ab")),  # type: ignore
     ("sequences[0] is a list without integers of one", lambda: PrefixTree.from_sequences([[1, [2]]])),  # type: ignore
@@ -277,6 +286,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("parents has a cycle, 0 -> 0: expected", lambda: segments(0)),
     ("parents[0]=1: expected -1 or a segment on the path to the one before", lambda: segments(1, -1)),
     ("parents[3]=1: expected -1 or a segment on the path to the one before", lambda: segments(-1, 0, 0, 1)),
+    ("starts has 3 entries: expected 2", lambda: segments(-1, 0, starts=[0, 2, 4])),
     ("starts[1]=3: expected 2, the sum of the lengths before", lambda: segments(-1, 0, starts=[0, 3])),
     ("tokens has 3 entries: expected 4, the sum of lengths", lambda: segments(-1, 0, tokens=[1, 2, 3])),
     ("position_ids[4]=4: expected 2, the number of the", lambda: segments(-1, 0, 0, position_ids=[0, 1, 2, 3, 4, 5])),
