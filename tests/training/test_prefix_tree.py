@@ -207,6 +207,11 @@ def test_children_are_in_the_order_of_the_first_sequence_that_each_holds() -> No
     assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
 
 
+def test_what_all_answers_begin_with_belongs_to_the_prompt() -> None:
+    tree = PrefixTree.from_prompt([1, 2], [[4, 5], [4, 6]])
+    assert (tree.parents, tree.lengths, tree.leaves) == ((-1, 0, 0), (3, 1, 1), (1, 2))
+
+
 def test_tokens_may_be_numbers_of_64_bits() -> None:
     sequences = [[1, 5], [2**32 + 1, 5], [1, 6], [-(2**63), 2**63 - 1]]
     tree = PrefixTree.from_sequences(sequences)
