@@ -198,27 +198,6 @@ def test_segments_may_be_arrays(make: Callable[[list[int]], Any]) -> None:
     assert {*map(type, tree.parents + tree.lengths + tree.starts)} == {int}
 
 
-def test_children_are_in_the_order_of_the_first_sequence_that_each_holds() -> None:
-    sequences = [[9, 5, 1], [3], [9, 2, 8], [9, 5, 7], [3], [9, 2, 4]]
-    tree = PrefixTree.from_sequences(sequences)
-    assert tree.tokens is not None
-    assert tree.tokens.tolist() == [9, 5, 1, 7, 2, 8, 4, 3]
-    assert tree.parents == (-1, 0, 1, 1, 0, 4, 4, -1) and tree.leaves == (2, 7, 5, 3, 7, 6)
-    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
-
-
-def test_what_all_answers_begin_with_belongs_to_the_prompt() -> None:
-    tree = PrefixTree.from_prompt([1, 2], [[4, 5], [4, 6]])
-    assert (tree.parents, tree.lengths, tree.leaves) == ((-1, 0, 0), (3, 1, 1), (1, 2))
-
-
-def test_tokens_may_be_numbers_of_64_bits() -> None:
-    sequences = [[1, 5], [2**32 + 1, 5], [1, 6], [-(2**63), 2**63 - 1]]
-    tree = PrefixTree.from_sequences(sequences)
-    assert tree.tokens is not None and tree.tokens.tolist() == [1, 5, 6, 2**32 + 1, 5, -(2**63), 2**63 - 1]
-    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
-
-
 def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
     """Each of 2,000 sequences goes a token further along one path: a look at each node of each path takes minutes."""
     tree = PrefixTree.from_sequences([np.array([1] * depth + [2]) for depth in range(2000)])
@@ -435,24 +414,3 @@ def test_ends_of_subtrees_by_definition(ends: list[int]) -> None:
     assert tree.subtree_end.tolist() == ends
     children = [sum(tree.parents[other] == segment for other in range(len(tree.starts))) for segment in (-1, *range(7))]
     assert 1 not in children[1:]  # an only child would continue its parent's segment
-
-
-@settings(max_examples=fraction(2))
-@given(
-    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3),
-    answers=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=5),
-)
-@pytest.mark.property
-def test_a_prompt_and_answers_are_their_sequences(prompt: list[int], answers: list[list[int]]) -> None:
-    ended = [[*answer, 9] for answer in answers]
-    tree = PrefixTree.from_prompt(prompt, ended)
-    same = PrefixTree.from_sequences([[*prompt, *answer] for answer in ended])
-    assert tree.tokens is not None and same.tokens is not None and torch.equal(tree.tokens, same.tokens)
-    assert (tree.parents, tree.lengths, tree.leaves) == (same.parents, same.lengths, same.leaves)
-
-
-def test_a_tree_keeps_tokens_of_its_own() -> None:
-    given = torch.tensor([5, 6, 7])
-    trees = PrefixTree.from_segments([-1], [3], tokens=given), PrefixTree.from_sequences([given])
-    given.zero_()
-    assert all(tree.tokens is not None and tree.tokens.tolist() == [5, 6, 7] for tree in trees)
