@@ -1,6 +1,7 @@
 """Numbers of a JSON schema that llguidance would follow as others: it reads them as float64, and makes of two bounds an
 expression of their digits."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from math import inf, nextafter
 from typing import Any, Final, NamedTuple, TypeGuard
@@ -51,12 +52,14 @@ def part_bounds(schema: Any) -> bool:
     there were some."""
     found, changed = [part for _, part in parts(schema)], False
     for strict, plain, others, sign in _SIDES:
-        ends = [part[name] for part in found for name in others if _is_number(part.get(name))]
+        ends = sorted(part[name] for part in found for name in others if _is_number(part.get(name)))
         for part in found:
             bound = part.get(plain) if part.get(strict) is True else part.get(strict)
             if not _is_number(bound) or bound != int(bound) or not _is_number(part.get(plain, bound)):
                 continue
-            if any(0 < sign * (end - bound) < 1 for end in ends):
+            low, high = sorted((bound, bound + sign))
+            place = bisect_right(ends, low)  # there may be thousands, for each of thousands of bounds
+            if place < len(ends) and ends[place] < high:
                 nearest = nextafter(bound, sign * inf) if bound else sign * _NEAREST
                 part[plain] = sign * max(sign * part.get(plain, nearest), sign * nearest)
                 del part[strict]
