@@ -230,6 +230,9 @@ BAD_GENERATION: dict[str, str] = {
     '{"suppress_tokens": [3]}': r"suppress_tokens=\[3\] changes which tokens are drawn",
     '{"no_repeat_ngram_size": 3}': "no_repeat_ngram_size=3 changes",
     '{"typical_p": 0.9}': "typical_p=0.9 changes",
+    '{"encoder_repetition_penalty": 1.5}': "encoder_repetition_penalty=1.5 changes",  # transformers counts the prompt
+    '{"encoder_no_repeat_ngram_size": 2}': "encoder_no_repeat_ngram_size=2 changes",
+    '{"token_healing": true}': "token_healing=True changes",
 }
 
 
@@ -242,6 +245,7 @@ def test_defaults_that_nobody_can_follow_are_refused_at_the_start(folder: Path, 
 
 def test_defaults_that_change_nothing_pass(folder: Path) -> None:
     neutral = {"suppress_tokens": [], "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1, "stop_strings": None}
+    neutral |= {"encoder_repetition_penalty": 1.0, "token_healing": False}
     (folder / "generation_config.json").write_text(json.dumps(neutral))
     inspect_model(folder)
 

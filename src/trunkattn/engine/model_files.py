@@ -45,8 +45,9 @@ UNFOLLOWED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
         **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "penalty_alpha", "top_h"), ()),
         **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "diversity_penalty"), (0,)),
-        **dict.fromkeys(("min_length", "min_new_tokens"), (0,)),
-        **dict.fromkeys(("typical_p", "guidance_scale", "num_beams"), (1,)),
+        **dict.fromkeys(("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size"), (0,)),
+        **dict.fromkeys(("typical_p", "guidance_scale", "num_beams", "encoder_repetition_penalty"), (1,)),
+        "token_healing": (False,),
         "stop_strings": (),
     }
 )
