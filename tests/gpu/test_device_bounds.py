@@ -1,6 +1,7 @@
 """What a plan made on the device refuses, flags or leaves out: values that a batch must not have, and batches for which
 the plan has no room. Under Triton's interpreter."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
 
@@ -157,9 +158,11 @@ def test_a_plan_may_be_full() -> None:
 def test_the_same_candidates_fit_as_on_the_host(rule: TilingRule, name: str, tiling: str) -> None:
     """Of the least limit within which a candidate fits, and of one less."""
     candidate = [each.name(rule) for each in candidates(rule)].index(tiling)
-    least = next(
-        size for size in range(10_000) if tiled(rule, LOW_BATCH, replace(ROOMY, **{name: size})).fits()[candidate]
-    )
+
+    def fits(size: int) -> bool:
+        return bool(tiled(rule, LOW_BATCH, replace(ROOMY, **{name: size})).fits()[candidate])
+
+    least = bisect_left(range(10_000), True, key=fits)
     planned = prepare(rule, capacity_for(LOW_BATCH), limits=replace(ROOMY, **{name: least}))
     for size in (least, least - 1):
         planned.limits = replace(ROOMY, **{name: size})
