@@ -1,4 +1,4 @@
-"""Work on threads beside the engine: how much of it holds Python's lock between two rests, counted and never timed."""
+"""Work on threads beside the engine: how much of it holds Python's lock between two pauses, counted and never timed."""
 
 import asyncio
 import json
@@ -17,23 +17,23 @@ from trunkattn.server.body import Reading
 from trunkattn.server.call_schemas import calls_schema
 from trunkattn.server.chat import Chat
 from trunkattn.server.errors import BadRequest
-from trunkattn.server.lanes import Lanes, Pace, Rest
+from trunkattn.server.lanes import Lanes, Pace, Pause
 from trunkattn.server.protocol import ChatCompletionRequest
 from trunkattn.server.service import Caller
 from trunkattn.server.streaming import _SLICE, write_json
 
 from .conftest import Server
 
-SLICE, RESTS, LONGEST = (getattr(lanes_module, name) for name in ("_SLICE_S", "_RESTS", "_LONGEST_REST_S"))
+SLICE, RATIO, LONGEST = (getattr(lanes_module, name) for name in ("_SLICE_S", "_PAUSE_RATIO", "_LONGEST_PAUSE_S"))
 
 
 class Times:
-    """A thread's clock that work moves on, and the rests that it has."""
+    """A thread's clock that work moves on, and the pauses that it has."""
 
     def __init__(self) -> None:
         self.computed = self.monotonic = 0.0
-        self.pieces: list[float] = [0.0]  # computed between two rests
-        self.rests: list[float] = []
+        self.pieces: list[float] = [0.0]  # computed between two pauses
+        self.pauses: list[float] = []
         self.pace = Pace(lambda: self.computed, lambda: self.monotonic, self.sleep)
 
     def work(self, seconds: float) -> None:
@@ -44,7 +44,7 @@ class Times:
     def sleep(self, seconds: float) -> None:
         if seconds:
             self.monotonic += seconds
-            self.rests.append(seconds)
+            self.pauses.append(seconds)
             self.pieces.append(0.0)
 
 
@@ -53,31 +53,31 @@ def test_a_thread_in_python_rests_three_times_as_long_as_it_computes() -> None:
     with times.pace.kept():
         for _ in range(10_000):
             times.work(turn)
-            times.pace.rest()
-    assert max(times.pieces) <= SLICE + turn, "nothing of the length of the work happens without a rest"
-    assert sum(times.rests) >= RESTS * (times.computed - SLICE - turn)
+            times.pace.pause()
+    assert max(times.pieces) <= SLICE + turn, "nothing of the length of the work happens without a pause"
+    assert sum(times.pauses) >= RATIO * (times.computed - SLICE - turn)
 
 
 def test_one_long_call_is_followed_by_a_rest_that_ends() -> None:
     times = Times()
     with times.pace.kept():
         times.work(10.0)
-        times.pace.rest()
-        times.pace.rest()
-    assert times.rests == [LONGEST]
+        times.pace.pause()
+        times.pace.pause()
+    assert times.pauses == [LONGEST]
 
 
 def test_the_next_piece_begins_after_a_rest_and_who_comes_later_waits_for_nothing() -> None:
     times = Times()
     with times.pace.kept():
         times.work(0.02)
-    assert times.rests == [], "the result of the work is there at once"
+    assert times.pauses == [], "the result of the work is there at once"
     with times.pace.kept():
-        assert times.rests == [pytest.approx(0.02)]
+        assert times.pauses == [pytest.approx(0.02)]
         times.work(0.02)
     times.monotonic += 100.0
     with times.pace.kept():
-        assert len(times.rests) == 1
+        assert len(times.pauses) == 1
 
 
 def test_short_pieces_count_together() -> None:
@@ -85,13 +85,13 @@ def test_short_pieces_count_together() -> None:
     for _ in range(60):
         with times.pace.kept():
             times.work(0.001)
-    assert max(times.pieces) <= SLICE + 0.002 and sum(times.rests) >= 0.05 - 0.001
+    assert max(times.pieces) <= SLICE + 0.002 and sum(times.pauses) >= 0.05 - 0.001
 
 
 def test_an_error_ends_the_work_alone() -> None:
     async def run() -> list[Any]:
         found = []
-        for work in (lambda rest: 1 / 0, lambda rest: threading.current_thread()):
+        for work in (lambda pause: 1 / 0, lambda pause: threading.current_thread()):
             try:
                 found.append(await lanes.run(1, work))
             except ZeroDivisionError as error:
@@ -105,14 +105,14 @@ def test_an_error_ends_the_work_alone() -> None:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often a thread has looked whether a rest is due."""
+    """How often a thread has looked whether a pause is due."""
     count = 0
     due = Pace._due
 
-    def counted(self: Pace, rests: int) -> float:
+    def counted(self: Pace, ratio: int) -> float:
         nonlocal count
         count += 1
-        return due(self, rests)
+        return due(self, ratio)
 
     monkeypatch.setattr(Pace, "_due", counted)
     return lambda: count
@@ -129,9 +129,9 @@ def test_a_conversation_of_many_calls_is_read_in_slices(server: Server, monkeypa
 def test_the_form_of_forced_calls_is_made_in_slices(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
-    def refused(tools: Any, only_one: bool, rest: Rest) -> Any:
+    def refused(tools: Any, only_one: bool, pause: Pause) -> Any:
         threads.append(threading.current_thread().name)
-        calls_schema(tools, only_one, rest)
+        calls_schema(tools, only_one, pause)
         raise BadRequest("enough")
 
     count, number = looks(monkeypatch), 500
@@ -171,9 +171,9 @@ def test_many_token_ids_are_neither_read_nor_written_on_the_event_loop(
     texts: list[str] = []
     written = app.write_json
 
-    def noted(value: Any, rest: Rest) -> str:
+    def noted(value: Any, pause: Pause) -> str:
         texts.append(threading.current_thread().name)
-        return written(value, rest)
+        return written(value, pause)
 
     token_ids = server.llm.tokenizer("ab" * _SLICE)["input_ids"]
     body = {"prompt": "ab" * _SLICE} if path == "/tokenize" else {"tokens": token_ids}
@@ -192,7 +192,7 @@ def test_many_token_ids_are_neither_read_nor_written_on_the_event_loop(
 
 @pytest.mark.parametrize("count", [0, 1, _SLICE, _SLICE + 1, 3 * _SLICE - 1])
 def test_integers_are_written_in_slices(count: int) -> None:
-    rests: list[None] = []
+    pauses: list[None] = []
     value = {"tokens": list(range(count)), "logprobs": [None, -1.5]}
-    assert json.loads(write_json(value, lambda: rests.append(None))) == value
-    assert len(rests) == 5 + -(-count // _SLICE), "at the mapping, its two lists, two items and every slice"
+    assert json.loads(write_json(value, lambda: pauses.append(None))) == value
+    assert len(pauses) == 5 + -(-count // _SLICE), "at the mapping, its two lists, two items and every slice"

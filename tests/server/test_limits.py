@@ -217,10 +217,10 @@ def test_a_template_has_a_limit_of_time() -> None:
 
     loop = "{% for a in range(30000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
     template, traced = ImmutableSandboxedEnvironment().from_string(loop), sys.gettrace()
-    rests: list[int] = []
-    with pytest.raises(TemplateTimeout), template_clock(0.2, lambda: rests.append(1)):
+    pauses: list[int] = []
+    with pytest.raises(TemplateTimeout), template_clock(0.2, lambda: pauses.append(1)):
         template.render()
-    assert sys.gettrace() is traced and len(rests) > 1000
+    assert sys.gettrace() is traced and len(pauses) > 1000
 
 
 @pytest.mark.parametrize(

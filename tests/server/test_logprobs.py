@@ -14,7 +14,7 @@ import torch
 from trunkattn.engine.outputs import CompletionOutput, Logprob
 from trunkattn.engine.sampling import TokenLogprobs
 from trunkattn.server.chat import _logprobs as logprobs_of
-from trunkattn.server.lanes import no_rest
+from trunkattn.server.lanes import no_pause
 from trunkattn.server.streaming import TextOffsets, write_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -137,7 +137,7 @@ def test_places_of_a_chat_are_one_text_and_not_searched_for_garbage() -> None:
     for _ in range(3):
         gc.collect()
         before = len(gc.get_objects())
-        places = logprobs_of(answer, 0, 20, no_rest)
+        places = logprobs_of(answer, 0, 20, no_pause)
         made.append(len(gc.get_objects()) - before)
     assert min(made) < 100, "other threads of the process make some too"
     written = json.loads(write_json({"content": places}))["content"]
@@ -145,5 +145,5 @@ def test_places_of_a_chat_are_one_text_and_not_searched_for_garbage() -> None:
     assert [top["token"] for top in written[0]["top_logprobs"]] == [chr(97 + token) for token in range(20)]
     assert written[0]["token"] == "a" and written[0]["bytes"] == [97]
     own = {"token": "a", "logprob": -1.0, "bytes": [97]}
-    assert json.loads(logprobs_of(answer, 499, 1, no_rest) or "") == [own | {"top_logprobs": [own]}]
-    assert logprobs_of(answer, 500, 1, no_rest) is None
+    assert json.loads(logprobs_of(answer, 499, 1, no_pause) or "") == [own | {"top_logprobs": [own]}]
+    assert logprobs_of(answer, 500, 1, no_pause) is None

@@ -167,7 +167,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
 
 async def _json_response(service: Service, num_places: int, answer: dict[str, Any]) -> Response:
     """The response of JSON. num_places: about how many tokens or characters it has."""
-    written = await service.render(num_places, lambda rest: write_json(answer, rest))
+    written = await service.render(num_places, lambda pause: write_json(answer, pause))
     return Response(written, media_type=_JSON)
 
 

@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from trunkattn.engine.form_schema import DATA, NAMED
-from trunkattn.server.lanes import Rest, no_rest
+from trunkattn.server.lanes import Pause, no_pause
 from trunkattn.server.protocol import Tool
 
 _PLACE: Final = re.compile(r"#/items/anyOf/(\d+)/properties/arguments")
 
 
-def calls_schema(tools: Sequence[Tool], only_one: bool, rest: Rest = no_rest) -> dict[str, Any]:
-    """The schema of a list of calls of these tools. only_one: it has one call. rest: see `rerooted`."""
+def calls_schema(tools: Sequence[Tool], only_one: bool, pause: Pause = no_pause) -> dict[str, Any]:
+    """The schema of a list of calls of these tools. only_one: it has one call. pause: see `rerooted`."""
     items = []
     for place, tool in enumerate(tools):
         arguments = rerooted(
-            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{place}/properties/arguments", rest
+            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{place}/properties/arguments", pause
         )
         items.append(
             {
@@ -35,15 +35,15 @@ def told_of_tools(message: str, names: Sequence[str]) -> str:
     return _PLACE.sub(lambda found: f"{names[int(found[1])]}.parameters", message)
 
 
-def rerooted(schema: Mapping[str, Any], root: str, rest: Rest = no_rest) -> dict[str, Any]:
+def rerooted(schema: Mapping[str, Any], root: str, pause: Pause = no_pause) -> dict[str, Any]:
     """A copy of a schema that stands at `root` of another one: its references lead to the same places. Those within a
-    part that has an `$id` lead from that part anyway. rest: is called at every mapping and list."""
+    part that has an `$id` lead from that part anyway. pause: called at every mapping and list."""
     whole: dict[str, Any] = {}
     waiting: list[tuple[Any, Any, bool]] = [
         (schema, whole, False)
     ]  # what to copy, into what, and whether keys are names
     while waiting:
-        rest()
+        pause()
         source, target, has_names = waiting.pop()
         is_schema = isinstance(source, Mapping) and not has_names
         if is_schema and _has_own_root(source):

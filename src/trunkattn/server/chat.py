@@ -14,7 +14,7 @@ from trunkattn.server.conversation import Conversation
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.forms import field_of_form
-from trunkattn.server.lanes import Rest
+from trunkattn.server.lanes import Pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions, Tool
 from trunkattn.server.service import Caller, Service
@@ -63,9 +63,9 @@ class Chat:
         with told_as(self._form):
             outputs = await self._service.finished(submissions, self.id)
         places = num_places(outputs[0], with_prompt=self._body.return_token_ids)
-        return await self._service.render(places, lambda rest: self._response(outputs, rest))
+        return await self._service.render(places, lambda pause: self._response(outputs, pause))
 
-    def _response(self, outputs: Sequence[RequestOutput], rest: Rest) -> str:
+    def _response(self, outputs: Sequence[RequestOutput], pause: Pause) -> str:
         choices = []
         for answer in outputs[0].outputs:
             parsed = self._parse(answer.text)
@@ -74,11 +74,11 @@ class Chat:
                 message |= {"content": parsed.content or None, "tool_calls": self._told(parsed)}
             logprobs: dict[str, Any] | None = None
             if answer.logprobs is not None:
-                logprobs = {"content": _logprobs(answer, 0, self._num_top, rest) or [], "refusal": None}
+                logprobs = {"content": _logprobs(answer, 0, self._num_top, pause) or [], "refusal": None}
             choice = {"index": answer.index, "message": message, "logprobs": logprobs}
             choices.append(choice | self._ids(answer.token_ids) | _ending(answer, bool(parsed.calls)))
         whole = self._envelope("chat.completion", choices) | self._prompt_ids(outputs[0])
-        return write_json(whole | {"usage": usage_of(outputs).as_json()}, rest)
+        return write_json(whole | {"usage": usage_of(outputs).as_json()}, pause)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
@@ -102,7 +102,7 @@ class Chat:
         return field_of_form(self._body)
 
     def _events(
-        self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, rest: Rest
+        self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, pause: Pause
     ) -> list[str]:
         """Events of what is new of an output."""
         events = []
@@ -110,19 +110,19 @@ class Chat:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
                 first = self._chunk(answer, {"role": "assistant", "content": ""}) | self._prompt_ids(output)
-                events.append(writer.event(first | usage_so_far([output], self._options), rest))
+                events.append(writer.event(first | usage_so_far([output], self._options), pause))
             if progress[answer.index].ended:  # all of it is told, and to parse it again takes time in every step
                 continue
-            for chunk in self._chunks(answer, progress[answer.index], rest):
-                events.append(writer.event(chunk | usage_so_far([output], self._options), rest))
+            for chunk in self._chunks(answer, progress[answer.index], pause):
+                events.append(writer.event(chunk | usage_so_far([output], self._options), pause))
         return events
 
-    def _chunks(self, answer: CompletionOutput, sent: Progress, rest: Rest) -> list[dict[str, Any]]:
+    def _chunks(self, answer: CompletionOutput, sent: Progress, pause: Pause) -> list[dict[str, Any]]:
         """What is new of an answer. A tool call is sent when it is complete."""
         ended = answer.finish_reason is not None
         parsed = self._parse(answer.text) if ended else ParsedAnswer(self._visible(answer.text))
         text, first_token = sent.advance(answer, parsed.content)
-        logprobs = _logprobs(answer, first_token, self._num_top, rest)
+        logprobs = _logprobs(answer, first_token, self._num_top, pause)
         chunks = []
         token_ids = answer.token_ids[first_token:]
         if text or logprobs or (token_ids and self._body.return_token_ids):
@@ -162,8 +162,8 @@ class Chat:
             raise BadRequest(f"min_tokens={least}: expected at most max_completion_tokens={most}", "min_tokens")
         return most
 
-    def _forced_calls(self, rest: Rest) -> StructuredOutputsParams | None:
-        """The grammar of a JSON list of calls, if the request forces one. rest: is called within its schemas."""
+    def _forced_calls(self, pause: Pause) -> StructuredOutputsParams | None:
+        """The grammar of a JSON list of calls, if the request forces one. pause: called within its schemas."""
         choice, tools = self._body.tool_choice, self._body.tools or []
         if choice in ("auto", "required") and not tools:
             raise BadRequest(f"tool_choice={choice!r}: expected tools together with it", "tool_choice")
@@ -179,7 +179,7 @@ class Chat:
             message = "structured_outputs is given with a tool_choice that forces a call: expected one of them"
             raise BadRequest(message, "structured_outputs")
         only_one = isinstance(choice, NamedToolChoice) or self._body.parallel_tool_calls is False
-        return StructuredOutputsParams(json=calls_schema(tools, only_one, rest))
+        return StructuredOutputsParams(json=calls_schema(tools, only_one, pause))
 
     def _callable(self) -> list[Tool]:
         """The tools that a forced call may call."""
@@ -238,14 +238,14 @@ def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
     return {"finish_reason": reason, "stop_reason": answer.stop_reason}
 
 
-def _logprobs(answer: CompletionOutput, first_token: int, num_top: int, rest: Rest) -> Written | None:
+def _logprobs(answer: CompletionOutput, first_token: int, num_top: int, pause: Pause) -> Written | None:
     """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place: a
-    list as JSON; None if there are none. rest: is called at every token."""
+    list as JSON; None if there are none. pause: called at every token."""
     new = range(first_token, len(answer.token_ids))
     if answer.logprobs is None or not new:
         return None
     places = (_place(answer.token_ids[place], answer.logprobs[place], num_top) for place in new)
-    return Written("[" + ",".join(write_json(place, rest, levels=0) for place in places) + "]")
+    return Written("[" + ",".join(write_json(place, pause, levels=0) for place in places) + "]")
 
 
 def _place(token_id: int, entry: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, told_as
 from trunkattn.server.forms import field_of_form
-from trunkattn.server.lanes import Rest
+from trunkattn.server.lanes import Pause
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
 from trunkattn.server.service import Caller, Service
 from trunkattn.server.streaming import LEAST_LOGPROB, Progress, StreamWriter, TextOffsets, num_places, write_json
@@ -93,15 +93,15 @@ class Completion:
         with told_as(field_of_form(self._body)):
             outputs = await self._service.finished(submissions, self.id)
 
-        def response(rest: Rest) -> str:
+        def response(pause: Pause) -> str:
             choices = [
                 self._choice(
-                    prompt, output, answer, Piece(text=answer.text, first_token=0, offsets=TextOffsets()), rest
+                    prompt, output, answer, Piece(text=answer.text, first_token=0, offsets=TextOffsets()), pause
                 )
                 for prompt, output in enumerate(outputs)
                 for answer in output.outputs
             ]
-            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()}, rest)
+            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()}, pause)
 
         places = sum(num_places(output, with_prompt=self._body.return_token_ids) for output in outputs)
         return await self._service.render(places, response)
@@ -131,7 +131,7 @@ class Completion:
         progress: dict[int, Progress],
         usage: dict[str, Any],
         writer: StreamWriter,
-        rest: Rest,
+        pause: Pause,
     ) -> list[str]:
         """Events of what is new of a prompt's output. usage: the field of that name."""
         events = []
@@ -142,18 +142,18 @@ class Completion:
             has_tokens = self._tells_tokens and len(answer.token_ids) > piece.first_token
             if piece.text or has_tokens or sent.just_ended:
                 sent.begun = True
-                event = self._envelope([self._choice(prompt, output, answer, piece, rest)])
-                events.append(writer.event(event | usage, rest))
+                event = self._envelope([self._choice(prompt, output, answer, piece, pause)])
+                events.append(writer.event(event | usage, pause))
         return events
 
     def _choice(
-        self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece, rest: Rest
+        self, prompt: int, output: RequestOutput, answer: CompletionOutput, piece: Piece, pause: Pause
     ) -> dict[str, Any]:
         """A piece of an answer. The first piece has the prompt, if it is echoed."""
         echo = self._echoed[prompt] if self._echoed and piece.begins else ""
         logprobs = None
         if answer.logprobs is not None:
-            places = Places(self._service.tokenization.token_bytes, self._hidden, piece.offsets, rest)
+            places = Places(self._service.tokenization.token_bytes, self._hidden, piece.offsets, pause)
             if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [], echo)
             new = range(piece.first_token, len(answer.token_ids))
@@ -198,11 +198,11 @@ class Places:
         token_bytes: what each token writes.
         hidden: tokens that write nothing into the text.
         offsets: characters of the text before each token.
-        rest: is called at every token.
+        pause: called at every token.
     """
 
-    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int], offsets: TextOffsets, rest: Rest) -> None:
-        self._token_bytes, self._hidden, self._offsets, self._rest = token_bytes, hidden, offsets, rest
+    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int], offsets: TextOffsets, pause: Pause) -> None:
+        self._token_bytes, self._hidden, self._offsets, self._pause = token_bytes, hidden, offsets, pause
         self._tokens: list[str] = []
         self._own: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
@@ -214,7 +214,7 @@ class Places:
         """Adds tokens. None in the place of one's log-probabilities: it follows nothing, and has none. echo: the
         prompt's text, if they are its tokens."""
         for token_id, entry in zip(token_ids, logprobs, strict=True):
-            self._rest()
+            self._pause()
             written = self._token_bytes.of(token_id)
             self._tokens.append(_shown(written, token_id))
             if echo is None:

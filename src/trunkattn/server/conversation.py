@@ -8,7 +8,7 @@ from trunkattn.engine.form_limits import depth_of
 from trunkattn.engine.prompts import ChatOptions, read_arguments
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.json_size import json_size
-from trunkattn.server.lanes import Rest
+from trunkattn.server.lanes import Pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.protocol import ChatCompletionRequest, Message, TokenizeRequest, Tool
 from trunkattn.validate import shown
@@ -51,18 +51,18 @@ class Conversation:
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def as_read(self, rest: Rest) -> list[dict[str, Any]]:
+    def as_read(self, pause: Pause) -> list[dict[str, Any]]:
         """The messages as chat templates read them: a content is a text, and the arguments of a call are a mapping.
-        rest: is called at every tool call."""
-        return [_as_read(message, place, rest) for place, message in enumerate(self.messages)]
+        pause: called at every tool call."""
+        return [_as_read(message, place, pause) for place, message in enumerate(self.messages)]
 
-    def check_arguments(self, rest: Rest) -> None:
-        """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written. rest:
-        is called at every tool call."""
+    def check_arguments(self, pause: Pause) -> None:
+        """Raises BadRequest if the arguments of all calls together hold too much to be read, copied and written. pause:
+        called at every tool call."""
         total = 0
         for place, message in enumerate(self.messages):
             for number, call in enumerate(message.tool_calls or ()):
-                rest()
+                pause()
                 given = call.function.arguments
                 if not isinstance(given, str):
                     continue
@@ -75,14 +75,14 @@ class Conversation:
                     raise BadRequest(f"{name}: expected numbers of at most {LIMITS.digits} digits", name)
 
 
-def _as_read(message: Message, place: int, rest: Rest) -> dict[str, Any]:
+def _as_read(message: Message, place: int, pause: Pause) -> dict[str, Any]:
     values = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         parts = [part.refusal if part.type == "refusal" else part.text for part in message.content]
         values["content"] = "\n".join(parts)
     values.setdefault("content", "")
     for number, call in enumerate(values.get("tool_calls", ())):
-        rest()
+        pause()
         given = call["function"]["arguments"]
         if isinstance(given, str):
             call["function"]["arguments"] = _arguments(_name(place, number), given)

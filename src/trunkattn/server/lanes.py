@@ -8,23 +8,24 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 Result = TypeVar("Result")
-Rest = Callable[[], None]  # to be called again and again by what computes in Python; it waits if it is time
+# Long work in Python calls its `pause` again and again. Most calls return at once; some wait (`Pace.pause`).
+Pause = Callable[[], None]
 
 _SHORT: Final = 64 << 10  # bytes or characters of a short piece of work
-_SLICE_S: Final = 0.005  # of a processor, between two rests
-_RESTS: Final = 3  # times as long as it computed, rests a thread in the middle of its work
-_LONGEST_REST_S: Final = 0.25  # more than a step of the engine takes
+_SLICE_S: Final = 0.005  # processor time between two pauses
+_PAUSE_RATIO: Final = 3  # within its work a thread pauses this many times as long as it has computed
+_LONGEST_PAUSE_S: Final = 0.25  # longer than a step of the engine
 
 
-def no_rest() -> None:
-    """Does not rest: for work that is short."""
+def no_pause() -> None:
+    """Returns at once: the pause of short work."""
 
 
 class Pace:
-    """Lets a thread rest while it works, so that the engine gets Python's lock.
+    """Makes a thread pause while it works, so that the engine gets Python's lock.
 
-    The engine releases Python's lock in each of the hundreds of operations of a step. If another thread computes in
-    Python, the engine waits for the lock each time, and the step takes longer by the time that the other computes.
+    A step of the engine has hundreds of operations, and each releases Python's lock. If another thread computes in
+    Python, the engine waits for the lock after each of them, so the step takes longer by the time of that thread.
 
     Args:
         clock: processor seconds of the thread.
@@ -39,52 +40,52 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._clock, self._now, self._sleep = clock, now, sleep
-        self._rested_at = 0.0  # when the next piece of work may begin
-        self._computed = 0.0  # at the last rest, on the thread's clock
+        self._free_at = 0.0  # time at which the next piece of work may begin
+        self._computed = 0.0  # time of the last pause on the thread's clock
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context of a piece of work. It begins after the last one's rest, which is as long as that one took."""
-        self._sleep(max(0.0, self._rested_at - self._now()))
+        """Context of a piece of work. It first waits as long as the piece before it took."""
+        self._sleep(max(0.0, self._free_at - self._now()))
         try:
             yield
         finally:
-            self._rested_at = self._now() + self._due(1)
+            self._free_at = self._now() + self._due(1)
 
-    def rest(self) -> None:
-        """Waits, if the thread has computed for some milliseconds since its last rest."""
-        if rest := self._due(_RESTS):
-            self._sleep(rest)
+    def pause(self) -> None:
+        """Waits if the thread has computed for some milliseconds since its last pause."""
+        if seconds := self._due(_PAUSE_RATIO):
+            self._sleep(seconds)
 
-    def _due(self, rests: int) -> float:
-        """Seconds of the rest that is due now; 0 if the thread has not computed long enough for one."""
+    def _due(self, ratio: int) -> float:
+        """Seconds of a pause that is `ratio` times as long as the thread has computed; 0 if that is only a moment."""
         computed = self._clock()
         taken = computed - self._computed
         if taken < _SLICE_S:
             return 0.0
         self._computed = computed
-        return min(rests * taken, _LONGEST_REST_S)
+        return min(ratio * taken, _LONGEST_PAUSE_S)
 
 
 class Lanes:
-    """Two threads, each with its own queue: a short piece of work never waits for a long one. Both rest: see `Pace`."""
+    """Two threads, each with its own queue, so that short work never waits for long work. Both pause (`Pace`)."""
 
     def __init__(self, name: str) -> None:
         self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace()
         self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace()
 
-    async def run(self, size: int, work: Callable[[Rest], Result]) -> Result:
-        """The result of some work.
+    async def run(self, size: int, work: Callable[[Pause], Result]) -> Result:
+        """Returns the result of some work.
 
         Args:
-            size: bytes or characters that it goes through.
-            work: what to do. A loop in Python over what a request holds is to rest in every turn.
+            size: bytes or characters that the work goes through.
+            work: the work. It gets a `Pause`, which each turn of a long loop in Python must call.
         """
         thread, pace = self._short if size <= _SHORT else self._long
 
         def paced() -> Result:
             with pace.kept():
-                return work(pace.rest)
+                return work(pace.pause)
 
         return await asyncio.get_running_loop().run_in_executor(thread, paced)
 

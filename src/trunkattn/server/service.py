@@ -17,7 +17,7 @@ from trunkattn.server.engine_loop import EngineLoop, Submission
 from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.form_trial import FormTrial
 from trunkattn.server.intake import AnyBody, read_body
-from trunkattn.server.lanes import Lanes, Rest, no_rest
+from trunkattn.server.lanes import Lanes, Pause, no_pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.merged_streams import merged
 from trunkattn.server.metrics import Metrics, RequestTimes
@@ -105,7 +105,7 @@ class Service:
                 form_seconds = params.n * await self._trial.check(params.structured_outputs, caller.num_bytes)
             lanes = self._compiling
 
-        def check(_: Rest) -> CheckedRequest:
+        def check(_: Pause) -> CheckedRequest:
             with bad_request():
                 return replace(self.loop.engine.check_request(token_ids, params, name), has_answer=has_answer)
 
@@ -119,9 +119,9 @@ class Service:
             form_seconds=form_seconds,
         )
 
-    async def render(self, num_places: int, work: Callable[[Rest], Result]) -> Result:
+    async def render(self, num_places: int, work: Callable[[Pause], Result]) -> Result:
         """The result of some work on an answer, done at once if it is little. num_places: see the function."""
-        return work(no_rest) if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
+        return work(no_pause) if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
 
     async def finished(self, submissions: Sequence[Submission], name: str) -> list[RequestOutput]:
         """The finished answers, one output for each submission. name: the request's id."""

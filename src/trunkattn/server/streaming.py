@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from trunkattn.engine.outputs import CompletionOutput, RequestOutput
 from trunkattn.server.errors import failure
-from trunkattn.server.lanes import Rest, no_rest
+from trunkattn.server.lanes import Pause, no_pause
 
 _GAP: Final = 16  # characters of a prompt that may have no token
 _SLICE: Final = 1_024  # integers that are written by one call
@@ -95,23 +95,23 @@ class Written(str):
     garbage with every thread stopped."""
 
 
-def write_json(value: Any, rest: Rest = no_rest, levels: int = _JSON_LEVELS) -> str:
+def write_json(value: Any, pause: Pause = no_pause, levels: int = _JSON_LEVELS) -> str:
     """JSON of a response. Its upper levels are written item by item: one call for all of it would hold Python's lock
     for as long as a long list takes."""
-    rest()
+    pause()
     if isinstance(value, Written):
         return value
     if levels and isinstance(value, dict):
         return (
             "{"
-            + ",".join(f"{json.dumps(name)}:{write_json(one, rest, levels - 1)}" for name, one in value.items())
+            + ",".join(f"{json.dumps(name)}:{write_json(one, pause, levels - 1)}" for name, one in value.items())
             + "}"
         )
     if levels and isinstance(value, list):
         if value and type(value[0]) is int:  # token ids, of which a call each would take many times as long
             slices = (value[start : start + _SLICE] for start in range(0, len(value), _SLICE))
-            return "[" + ",".join(write_json(part, rest, 0)[1:-1] for part in slices) + "]"
-        return "[" + ",".join(write_json(one, rest, levels - 1) for one in value) + "]"
+            return "[" + ",".join(write_json(part, pause, 0)[1:-1] for part in slices) + "]"
+        return "[" + ",".join(write_json(one, pause, levels - 1) for one in value) + "]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -123,9 +123,9 @@ def _event(written: str) -> str:
 class StreamWriter:
     """Events of one stream."""
 
-    def event(self, value: dict[str, Any], rest: Rest = no_rest) -> str:
+    def event(self, value: dict[str, Any], pause: Pause = no_pause) -> str:
         """An event of JSON."""
-        return _event(write_json(value, rest))
+        return _event(write_json(value, pause))
 
     def done(self) -> str:
         """The event that ends OpenAI's streams."""

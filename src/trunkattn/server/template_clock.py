@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-from trunkattn.server.lanes import Rest
+from trunkattn.server.lanes import Pause
 
 _TEMPLATE_FILES: Final = ("<template>", "<unknown>")  # how Jinja names the code that it makes of a text
 
@@ -17,19 +17,19 @@ class TemplateTimeout(RuntimeError):
 
 
 @contextmanager
-def template_clock(seconds: float, rest: Rest) -> Iterator[None]:
+def template_clock(seconds: float, pause: Pause) -> Iterator[None]:
     """Context in which a line of a template raises TemplateTimeout if it is reached after too much processor time of
-    this thread. rest: is called in every line, and in every call of a function."""
+    this thread. pause: called in every line, and in every call of a function."""
     deadline = time.thread_time() + seconds
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         if time.thread_time() > deadline:
             raise TemplateTimeout(f"it takes longer than {seconds} s of a processor")
-        rest()
+        pause()
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        rest()
+        pause()
         return on_line if frame.f_code.co_filename in _TEMPLATE_FILES else None
 
     before = sys.gettrace()

@@ -11,7 +11,7 @@ from trunkattn.engine.token_bytes import TokenBytes, special_ids
 from trunkattn.server.body import LONGEST_NAME, closest
 from trunkattn.server.conversation import Conversation
 from trunkattn.server.errors import TOO_LONG, BadRequest, bad_request
-from trunkattn.server.lanes import Lanes, Rest
+from trunkattn.server.lanes import Lanes, Pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.template_clock import template_clock
@@ -75,12 +75,12 @@ class Tokenization:
             BadRequest: the template refuses the conversation, or its text has too many tokens.
         """
 
-        def render(rest: Rest) -> str:
-            conversation.check_arguments(rest)
+        def render(pause: Pause) -> str:
+            conversation.check_arguments(pause)
             with bad_request():
-                messages = conversation.as_read(rest)
+                messages = conversation.as_read(pause)
                 chat = self._readable(conversation.options())
-                with template_clock(LIMITS.template_seconds, rest):
+                with template_clock(LIMITS.template_seconds, pause):
                     return render_template(self._llm.tokenizer, messages, chat, tools_may_be_hidden=tools_may_be_hidden)
 
         text = await self._lanes.run(num_bytes, render)
@@ -93,7 +93,7 @@ class Tokenization:
             raise BadRequest(f"tokens has {len(token_ids)} items: expected at most {longest}", "tokens")
         tokenizer = self._tokenizer()
 
-        def decode(_: Rest) -> str:
+        def decode(_: Pause) -> str:
             for token_id in token_ids:
                 if not 0 <= token_id <= most:
                     raise BadRequest(f"tokens: token id {token_id}: expected 0 to {most}", "tokens")
