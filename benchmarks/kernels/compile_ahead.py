@@ -240,7 +240,9 @@ def compile_hopper_forward(
 ) -> Resources:
     """`hopper_forward_kernel`, for sequences of a batch, packed ones or a tree; as `compile_hopper_decode`."""
     from trunkattn.training.arguments import Variant
-    from trunkattn.training.hopper import forward
+    from trunkattn.training.hopper import forward_arguments as forward
+    from trunkattn.training.hopper.forward import LAUNCH_REGISTERS, hopper_forward_kernel
+    from trunkattn.training.hopper.query_tiles import Tables
     from trunkattn.training.spec import hopper_forward_tile
 
     dims = (target.head_dim, head_dim_v)
@@ -253,7 +255,7 @@ def compile_hopper_forward(
     arguments = forward.ForwardArguments(
         *(_training_descriptor(target, *box) for box in rows),
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
-        tables=forward.Tables(
+        tables=Tables(
             *("*i32" if given else None for given in present),
             window="i32",
             sinks="*fp32" if sinks else None,
@@ -263,9 +265,7 @@ def compile_hopper_forward(
         scale="fp32",
         C=constants,
     )
-    return _compile_hopper(
-        forward.hopper_forward_kernel, target, arguments, forward.LAUNCH_REGISTERS, checks_products=True
-    )
+    return _compile_hopper(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS, checks_products=True)
 
 
 def _training_descriptor(target: Target, rows: int, width: int) -> str:

@@ -16,7 +16,9 @@ from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import op
+from trunkattn.training.arguments import Variant
 from trunkattn.training.hopper import forward as hopper
+from trunkattn.training.hopper.forward_arguments import ForwardArguments, forward_constants
 from trunkattn.training.hopper.producer import _BAR_Q_EMPTY
 from trunkattn.training.sequences import OPTIONS, Sequences
 from trunkattn.training.spec import UNEVEN, TrainingConfig, hopper_forward_tile
@@ -50,8 +52,8 @@ def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
 def parts_of(name: str) -> int:
     """Products of a block, with its keys and with its values."""
     keys, head_values = map(int, name.split()[0].split("/"))
-    head_dims, variant = (keys, head_values), hopper.Variant(True, False, False, *(False,) * 5)
-    mainloop = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
+    head_dims, variant = (keys, head_values), Variant(True, False, False, *(False,) * 5)
+    mainloop = forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
     return len(mainloop.key_parts) + len(mainloop.value_parts)
 
 
@@ -148,7 +150,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
-    assert list(hopper.ForwardArguments._fields) == hopper.hopper_forward_kernel.arg_names
+    assert list(ForwardArguments._fields) == hopper.hopper_forward_kernel.arg_names
 
 
 def test_it_is_launched_for_a_batch(kernel: Recorder) -> None:
@@ -234,9 +236,9 @@ def test_equal_constants_are_one_object(kernel: Recorder) -> None:
     ],
 )
 def test_padding_of_keys_is_not_multiplied(head_dim: int, parts: tuple[int, ...]) -> None:
-    variant = hopper.Variant(True, False, False, *(False,) * 5)
+    variant = Variant(True, False, False, *(False,) * 5)
     head_dims = head_dim, head_dim
-    mainloop = hopper.forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
+    mainloop = forward_constants(head_dims, hopper_forward_tile(head_dims), variant).mainloop
     found = mainloop.key_parts
     begins = [mainloop.parts[part.memory].begin + part.begin for part in found]
     assert begins == [sum(part.width for part in found[:i]) for i in range(len(found))]
@@ -261,7 +263,7 @@ def test_padding_of_keys_is_not_multiplied(head_dim: int, parts: tuple[int, ...]
 )
 def test_every_head_dim_fits_shared_memory(head_dims: tuple[int, int]) -> None:
     tile = hopper_forward_tile(head_dims)
-    constants = hopper.forward_constants(head_dims, tile, hopper.Variant(True, False, False, *(False,) * 5))
+    constants = forward_constants(head_dims, tile, Variant(True, False, False, *(False,) * 5))
     keys, head_values = constants.mainloop.head_dim, constants.value_shape.head_dim
     rows = tile.block_m * (keys + head_values * constants.own_out) + tile.stages * tile.block_n * (keys + head_values)
     assert 2 * rows + 1024 <= ARCHITECTURES[90].shared_per_cta

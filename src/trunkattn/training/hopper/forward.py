@@ -11,7 +11,6 @@ Packed sequences may begin at any token, and TMA boxes may too. In a prefix tree
 segments from the tile to the root.
 """
 
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,11 +23,9 @@ from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import (
     AttentionState,
-    MainloopTile,
     attend_block,
     attend_first_block,
     finish_attention,
-    mainloop_tile,
     part_of,
     times_rows,
 )
@@ -42,6 +39,13 @@ from trunkattn.numerics import LOG2_E
 from trunkattn.training.arguments import Variant, readable, with_batch
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
+from trunkattn.training.hopper.forward_arguments import (
+    BROUGHT,
+    ForwardArguments,
+    Outputs,
+    forward_constants,
+    tables_of,
+)
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate, store_tile
 from trunkattn.training.hopper.producer import produce, release_queries
@@ -49,70 +53,20 @@ from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
     IN_WARPGROUP,
     MASKED,
-    Tables,
     last_box,
     read_tile,
     tile_keys,
     walk_keys,
 )
 from trunkattn.training.sequences import Sequences
-from trunkattn.training.spec import FlashTile, hopper_forward_tile, hopper_forward_widths
+from trunkattn.training.spec import FlashTile, hopper_forward_tile
 
 LAUNCH_REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_OWN_OUT_BYTES: Final = 192 << 10  # outputs get shared memory of their own if the CTA needs no more than this then
 _SECTION_BYTES: Final = 4 << 20  # a section holds at most these bytes of keys and values, but at least one KV head
 _CLEARED_ROWS = gl.constexpr(32)  # rows that are cleared at a time
 _BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 1)  # BAR_KV_EMPTY is the empty barrier of the queries here
 _LOG2_E = gl.constexpr(LOG2_E)
-_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "out_desc", "outputs", "tables")  # each call brings these
-
-
-class ForwardConstants(NamedTuple):
-    """What the kernel is compiled for.
-
-    Attributes:
-        mainloop: constants of the main loop and of the pipeline of keys. Its heads are padded.
-        value_shape: constants of the pipeline of values. Its heads are padded.
-        value_dim: dims of a value in memory, without padding.
-        own_out: outputs have shared memory of their own. Otherwise they use that of the queries.
-        soft_cap: the soft cap of logits, or 0 for none. With a soft cap the kernel's scale does not include log2(e).
-    """
-
-    tile: FlashTile
-    variant: Variant
-    mainloop: MainloopTile
-    value_shape: MainloopTile
-    value_dim: int
-    own_out: bool
-    soft_cap: float
-
-    def __hash__(self) -> int:
-        """Hashes only the fields that the others follow from, because Triton asks for the hash at each launch."""
-        return hash((self.tile, self.variant, self.value_dim, self.soft_cap))
-
-
-class Outputs(NamedTuple):
-    """The results: `out` [batch, seqlen_q, num_qo_heads, head_dim of v] and `lse` [batch, num_qo_heads, seqlen_q]."""
-
-    out: Any
-    lse: Any
-
-
-class ForwardArguments(NamedTuple):
-    """The parameters of `hopper_forward_kernel`. The first six change with each call; the others are the same for all
-    calls of one kind."""
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    out_desc: Any
-    outputs: Any
-    tables: Any
-    num_sequences: Any
-    section: Any
-    scale: Any
-    C: ForwardConstants
 
 
 class _Consumer(NamedTuple):
@@ -284,36 +238,6 @@ def hopper_forward_kernel(
     )
 
 
-@lru_cache
-def forward_constants(
-    head_dims: tuple[int, int], tile: FlashTile, variant: Variant, soft_cap: float = 0.0
-) -> ForwardConstants:
-    """Returns what the kernel is compiled for. `head_dims` are the dims of keys and of values."""
-    widths = hopper_forward_widths(head_dims)
-    mainloop, value_shape = (
-        mainloop_tile(
-            width,
-            tile.block_n,
-            tile.stages,
-            tile.block_m // 16,
-            mask_ahead=False,
-            value_dim=widths.head_values,
-            key_dim=head_dims[0],
-        )
-        for width in widths
-    )
-    streamed = tile.stages * tile.block_n * sum(widths)
-    return ForwardConstants(
-        tile=tile,
-        variant=variant,
-        mainloop=mainloop,
-        value_shape=value_shape,
-        value_dim=head_dims[1],
-        own_out=2 * (tile.block_m * sum(widths) + streamed) <= _OWN_OUT_BYTES,
-        soft_cap=soft_cap,
-    )
-
-
 class _Bound(NamedTuple):
     """The part of a call that does not depend on the addresses of its tensors. `window` is the one in `Tables`."""
 
@@ -336,7 +260,7 @@ def forward(
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
-    tables = _tables(sequences, bound.window, q.device)
+    tables = tables_of(sequences, bound.window, q.device)
     descriptors = bound.q_map.of(q), bound.k_map.of(k), bound.v_map.of(v), bound.out_map.of(out)
     bound.launch((*descriptors, Outputs(out, lse), tables))
     return out, lse
@@ -364,7 +288,7 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence
     section = max(_SECTION_BYTES // (k.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
     constants = forward_constants(head_dims, tile, variant, sequences.soft_cap or 0.0)
     given = ForwardArguments(
-        **dict.fromkeys(_BROUGHT),
+        **dict.fromkeys(BROUGHT),
         num_sequences=0 if sums is None else len(sums) - 1,
         section=min(section, heads * batch),
         scale=sequences.sm_scale * (LOG2_E if sequences.soft_cap is None else 1.0),
@@ -377,27 +301,11 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence
     key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
     return _Bound(
-        launch=BoundLaunch(hopper_forward_kernel, Grid(min(num_sms, num_tiles), given), _BROUGHT),
+        launch=BoundLaunch(hopper_forward_kernel, Grid(min(num_sms, num_tiles), given), BROUGHT),
         q_map=tensor_map(q, rows, key_box),
         k_map=tensor_map(k, tile.block_n, key_box),
         v_map=tensor_map(v, tile.block_n, value_box),
         out_map=tensor_map(out, rows, value_box),
         lse_shape=(batch, heads, seqlen_q) if sequences.has_batch else (heads, seqlen_q),
         window=sequences.window_within(seqlen_q + k.shape[1]),
-    )
-
-
-def _tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
-    """Returns the tables of a launch. `window` is already limited to the length of the sequences."""
-    tree, windowed = sequences.tree, sequences.sliding_window is not None
-    return Tables(
-        cu_seqlens_q=sequences.cu_seqlens_q,
-        cu_seqlens_k=sequences.cu_seqlens_k,
-        subtree_end=tree and tree.subtree_end,
-        depths=tree.depths if tree and windowed else None,
-        segment_of=tree and tree.segment_of,
-        segments=tree and tree.segments,
-        next_tile=torch.zeros(1, dtype=torch.int32, device=device),
-        window=window,
-        sinks=sequences.sinks,
     )
