@@ -206,6 +206,77 @@ def _gradients(
 
 
 @triton.jit
+def _load_keys(
+    tensors,
+    batch,
+    strides,
+    sequence,
+    row,
+    kv_head,
+    first,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Loads the `KeyBlock` of a KV head that begins with key `first` of a sequence. `row` is the sequence's place in
+    the batch."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    k_head = tensors.k + row * strides.k_batch + sequence.begin_k * strides.k_token
+    k_head += tl.cast(kv_head, tl.int64) * strides.k_head
+    v_head = tensors.v + row * strides.v_batch + sequence.begin_k * strides.v_token
+    v_head += tl.cast(kv_head, tl.int64) * strides.v_head
+    length = sequence.len_k
+    keys = load_tile(k_head, first, strides.k_token, length, BLOCK_N, SHAPE.keys, not VARIANT.even_k)
+    values = load_tile(v_head, first, strides.v_token, length, BLOCK_N, SHAPE.head_values, not VARIANT.even_k)
+    n = first + tl.arange(0, BLOCK_N)
+    depth_end = 0
+    if VARIANT.tree and VARIANT.window:
+        depth_end = tl.max(tl.load(batch.depths + n, mask=n < length, other=0)) + batch.window
+    return KeyBlock(keys, values, n, length, depth_end)
+
+
+@triton.jit
+def _query_heads(tensors, batch, strides, sequence, row, head, SHAPE: tl.constexpr):
+    """Returns the `QueryHead` of the first query head of a group in a sequence, and the sequence's `QuerySide`. `row`
+    is the sequence's place in the batch."""
+    seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
+    begin = row * seqlen_q + sequence.begin_q
+    q_stride, out_stride = num_qo_heads * SHAPE.keys.dim, num_qo_heads * SHAPE.head_values.dim
+    at_row = (row * num_qo_heads + head) * seqlen_q + sequence.begin_q
+    q_head = tensors.q + row * strides.q_batch + sequence.begin_q * strides.q_token
+    q_head += tl.cast(head, tl.int64) * strides.q_head
+    queries = QueryHead(
+        q_head,
+        tensors.dout + begin * out_stride + head * SHAPE.head_values.dim,
+        tensors.dq + begin * q_stride + head * SHAPE.keys.dim,
+        tensors.shift + at_row,
+        tensors.delta + at_row,
+    )
+    side = QuerySide(
+        q_head=strides.q_head,
+        q_token=strides.q_token,
+        dout_token=out_stride,
+        dq_token=q_stride,
+        row_head=seqlen_q,
+        length=sequence.len_q,
+        len_k=sequence.len_k,
+    )
+    return queries, side
+
+
+@triton.jit
+def _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scales, SHAPE: tl.constexpr):
+    """Writes dk and dv of a block that begins with key `first` of a sequence."""
+    num_kv_heads = batch.num_qo_heads // SHAPE.group_size
+    k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
+    begin = row * batch.seqlen_k + sequence.begin_k
+    dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
+    dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
+    store_tile(dk_head, first, k_stride, sequence.len_k, state.dk * scales.sm_scale, SHAPE.keys)
+    store_tile(dv_head, first, v_stride, sequence.len_k, state.dv, SHAPE.head_values)
+
+
+@triton.jit
 def keys_kernel(
     tensors: KeysTensors,
     batch: Batch,
@@ -218,52 +289,17 @@ def keys_kernel(
     """Writes dk and dv of this CTA's batch, KV head and block of keys, of which the block is the fastest index. The
     first blocks, which most causal queries see, go first. The kernel sums over the heads of a group in registers. In
     one pass it adds to dq, which holds zeros in float32 before."""
-    KEYS: tl.constexpr = SHAPE.keys
-    VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_N: tl.constexpr = TILE.block_n
-    seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
     number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
-    num_kv_heads = num_qo_heads // SHAPE.group_size
+    num_kv_heads = batch.num_qo_heads // SHAPE.group_size
     kv_head, row = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
     sequence, number = find_tokens(batch, number, batch.cu_seqlens_k, BLOCK_N, VARIANT)
-    begin_q, begin_k, len_q, len_k = sequence
     first = number * BLOCK_N
-    k_head = tensors.k + row * strides.k_batch + begin_k * strides.k_token + tl.cast(kv_head, tl.int64) * strides.k_head
-    v_head = tensors.v + row * strides.v_batch + begin_k * strides.v_token + tl.cast(kv_head, tl.int64) * strides.v_head
-    keys = load_tile(k_head, first, strides.k_token, len_k, BLOCK_N, KEYS, not VARIANT.even_k)
-    values = load_tile(v_head, first, strides.v_token, len_k, BLOCK_N, VALUES, not VARIANT.even_k)
-    n = first + tl.arange(0, BLOCK_N)
-    depth_end = 0
-    if VARIANT.tree and VARIANT.window:
-        depth_end = tl.max(tl.load(batch.depths + n, mask=n < len_k, other=0)) + batch.window
-    block = KeyBlock(keys, values, n, len_k, depth_end)
-    head, begin = kv_head * SHAPE.group_size, row * seqlen_q + begin_q
-    q_stride, out_stride = num_qo_heads * SHAPE.keys.dim, num_qo_heads * SHAPE.head_values.dim
-    at_row = (row * num_qo_heads + head) * seqlen_q + begin_q
-    queries = QueryHead(
-        tensors.q + row * strides.q_batch + begin_q * strides.q_token + tl.cast(head, tl.int64) * strides.q_head,
-        tensors.dout + begin * out_stride + head * SHAPE.head_values.dim,
-        tensors.dq + begin * q_stride + head * SHAPE.keys.dim,
-        tensors.shift + at_row,
-        tensors.delta + at_row,
-    )
-    side = QuerySide(
-        q_head=strides.q_head,
-        q_token=strides.q_token,
-        dout_token=out_stride,
-        dq_token=q_stride,
-        row_head=seqlen_q,
-        length=len_q,
-        len_k=len_k,
-    )
-    ranges = seen_by(batch, n, first, len_q, len_k, TILE, VARIANT)
+    block = _load_keys(tensors, batch, strides, sequence, row, kv_head, first, SHAPE, TILE, VARIANT)
+    queries, side = _query_heads(tensors, batch, strides, sequence, row, kv_head * SHAPE.group_size, SHAPE)
+    ranges = seen_by(batch, block.n, first, sequence.len_q, sequence.len_k, TILE, VARIANT)
     state = _gradients(block, queries, side, batch, ranges, scales, SHAPE, TILE, VARIANT)
-    k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
-    begin = row * batch.seqlen_k + begin_k
-    dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
-    dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
-    store_tile(dk_head, first, k_stride, len_k, state.dk * scales.sm_scale, KEYS)
-    store_tile(dv_head, first, v_stride, len_k, state.dv, VALUES)
+    _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scales, SHAPE)
 
 
 def bind_key_gradients(given: Arguments, k: torch.Tensor, tile: FlashTile, one_pass: bool) -> BoundLaunch:

@@ -34,6 +34,7 @@ from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait, tma_a
 from trunkattn.training.hopper.key_blocks import (
     BAR_DOUT_EMPTY,
     BAR_Q_EMPTY,
+    BackwardTile,
     find_keys,
     own_keys,
     skips_blocks,
@@ -99,6 +100,61 @@ def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
 
 
 @gluon.jit
+def _zero_tail(WARPGROUP: gl.constexpr, q_tile, dout_tile, rows, T: gl.constexpr):
+    """Writes zeros behind the first `rows` rows of a block of queries and of its dout: each warpgroup to one of them,
+    and both then read them."""
+    COPY_K: gl.constexpr = T.copy_k
+    COPY_V: gl.constexpr = T.copy_v
+    if WARPGROUP == 0:
+        zero_rows(q_tile, rows, COPY_K)
+    else:
+        zero_rows(dout_tile, rows, COPY_V)
+    fence_async_shared()
+    consumers_meet()
+
+
+@gluon.constexpr_function
+def _query_panel(WARPGROUP: int, T: BackwardTile) -> int:
+    """The panel of 64 queries to which a warpgroup's part of dq belongs."""
+    return WARPGROUP if T.block_m == 128 else 0
+
+
+@gluon.constexpr_function
+def _dim_panel(WARPGROUP: int, T: BackwardTile) -> int:
+    """The panel of 64 dims to which a warpgroup's part of dq belongs."""
+    return 0 if T.block_m == 128 else WARPGROUP
+
+
+@gluon.jit
+def _start_dq(WARPGROUP: gl.constexpr, buffer, narrow, T: gl.constexpr):
+    """Starts the product for a warpgroup's part of dq [64, 64], over the keys of both warpgroups. It reads dsᵀ of block
+    `buffer`, 0 or 1."""
+    PANELS: gl.constexpr = T.block_m // 64
+    K_PANELS: gl.constexpr = T.dim // 64
+    PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
+    PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
+    DQ: gl.constexpr = T.dq
+    dq = gl.zeros([64, 64], gl.float32, DQ)
+    ds_0 = narrow.ds_panels.index(2 * buffer * PANELS + PANEL_Q).permute((1, 0))
+    ds_1 = narrow.ds_panels.index((2 * buffer + 1) * PANELS + PANEL_Q).permute((1, 0))
+    # dQ = dS·K
+    dq = warpgroup_mma(ds_0, narrow.loaded.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1, narrow.loaded.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
+
+
+@gluon.jit
+def _add_dq(WARPGROUP: gl.constexpr, dq, m, member, task, dq_desc, loaded, T: gl.constexpr):
+    """Starts to add a warpgroup's part of dq to memory."""
+    PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
+    PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
+    loaded.dq.index(WARPGROUP).store(dq)
+    fence_async_shared()
+    row = (task.row_block + member * task.num_row_blocks + m) * T.block_m + PANEL_Q * 64
+    for part in gl.static_range(2):
+        tma_add(dq_desc, [row, PANEL_D * 64 + part * FLOAT_BOX], loaded.dq_boxes.index(2 * WARPGROUP + part))
+
+
+@gluon.jit
 def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, MASK: gl.constexpr, C: gl.constexpr):
     """Adds what a block of queries contributes to dk and dv, and adds its dq to memory."""
     T: gl.constexpr = C.tile
@@ -106,8 +162,6 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     keys, memory = given.keys, given.memory.loaded
     BLOCK_M: gl.constexpr = T.block_m
     SCORES: gl.constexpr = T.scores
-    COPY_K: gl.constexpr = T.copy_k
-    COPY_V: gl.constexpr = T.copy_v
     DK: gl.constexpr = T.dk
     DV: gl.constexpr = T.dv
     AHEAD: gl.constexpr = 0 if skips_blocks(C) else 1
@@ -122,12 +176,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
         scores = warpgroup_mma_wait(0, deps=(scores,))
     rows = task.len_q - m * BLOCK_M
     if MASK and C.variant.packed and rows < BLOCK_M:
-        if WARPGROUP == 0:
-            zero_rows(q_tile, rows, COPY_K)
-        else:
-            zero_rows(dout_tile, rows, COPY_V)
-        fence_async_shared()
-        consumers_meet()
+        _zero_tail(WARPGROUP, q_tile, dout_tile, rows, T)
     if AHEAD:
         dp = _start_dp(WARPGROUP, dout_tile, memory, T)
     shift = memory.rows.index(2 * stage).load(gl.SliceLayout(0, SCORES))
@@ -146,17 +195,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     given.memory.ds.index(2 * buffer + WARPGROUP).store(ds)
     fence_async_shared()
     consumers_meet()
-    QUERY_PANELS: gl.constexpr = BLOCK_M // 64
-    PANEL_Q: gl.constexpr = WARPGROUP if QUERY_PANELS == 2 else 0
-    PANEL_D: gl.constexpr = 0 if QUERY_PANELS == 2 else WARPGROUP
-    K_PANELS: gl.constexpr = T.dim // 64
-    DQ: gl.constexpr = T.dq
-    dq = gl.zeros([64, 64], gl.float32, DQ)
-    ds_0 = given.memory.ds_panels.index(2 * buffer * QUERY_PANELS + PANEL_Q).permute((1, 0))
-    ds_1 = given.memory.ds_panels.index((2 * buffer + 1) * QUERY_PANELS + PANEL_Q).permute((1, 0))
-    # dQ = dS·K, over the keys of both warpgroups
-    dq = warpgroup_mma(ds_0, memory.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
-    dq = warpgroup_mma(ds_1, memory.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
+    dq = _start_dq(WARPGROUP, buffer, given.memory, T)
     next_scores = state.scores
     if AHEAD:
         next_scores = _start_scores(WARPGROUP, index + 1, index + 1 < keys.count, memory, T)
@@ -164,11 +203,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     consumer_release(index, BAR_Q_EMPTY, T)
     tma.store_wait(0)
     dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
-    memory.dq.index(WARPGROUP).store(dq)
-    fence_async_shared()
-    row = (task.row_block + member * task.num_row_blocks + m) * BLOCK_M + PANEL_Q * 64
-    for part in gl.static_range(2):
-        tma_add(given.dq_desc, [row, PANEL_D * 64 + part * FLOAT_BOX], memory.dq_boxes.index(2 * WARPGROUP + part))
+    _add_dq(WARPGROUP, dq, m, member, task, given.dq_desc, memory, T)
     if AHEAD:
         next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
     return _State(dk, dv, next_scores)

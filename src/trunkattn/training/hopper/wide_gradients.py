@@ -147,6 +147,21 @@ def _zero_panels(panels, at, count, PANELS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def _zero_tail(WARPGROUP: gl.constexpr, memory, stage, dout_stage, rows, C: gl.constexpr):
+    """Writes zeros behind the first `rows` rows of a block of queries and of its dout: each warpgroup to one of them,
+    and both then read them."""
+    T: gl.constexpr = C.tile
+    K_ROOM: gl.constexpr = T.dim // _PANEL
+    V_ROOM: gl.constexpr = T.dim_v // _PANEL
+    if WARPGROUP == 0:
+        _zero_panels(memory.q_panels, stage * K_ROOM, rows, T.key_panels, C)
+    else:
+        _zero_panels(memory.dout_panels, dout_stage * V_ROOM, rows, T.value_panels, C)
+    fence_async_shared()
+    consumers_meet()
+
+
+@gluon.jit
 def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, MASK: gl.constexpr, C: gl.constexpr):
     """Adds what a block of queries contributes to dk and dv, and adds its dq to memory."""
     T: gl.constexpr = C.tile
@@ -163,12 +178,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     consumer_wait(Full(loaded.dout_full), index, DOUT)
     rows = task.len_q - m * T.block_m
     if MASK and C.variant.packed and rows < T.block_m:
-        if WARPGROUP == 0:
-            _zero_panels(memory.q_panels, stage * K_ROOM, rows, T.key_panels, C)
-        else:
-            _zero_panels(memory.dout_panels, dout_stage * V_ROOM, rows, T.value_panels, C)
-        fence_async_shared()
-        consumers_meet()
+        _zero_tail(WARPGROUP, memory, stage, dout_stage, rows, C)
     dp = _start_product(WARPGROUP, loaded.v_panels, memory.dout_halves, dout_stage, T.value_panels, V_ROOM, T)
     shift = loaded.rows.index(4 * stage + WARPGROUP).load(gl.SliceLayout(0, SCORES))
     first = m * T.block_m + WARPGROUP * T.columns
@@ -181,9 +191,10 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     fence_async_shared()
     consumers_meet()
     dout_columns = memory.dout_columns.index(2 * dout_stage + WARPGROUP)
-    dv = warpgroup_mma(memory.weights.index(0), dout_columns, state.dv, is_async=True)
+    dv = warpgroup_mma(memory.weights.index(0), dout_columns, state.dv, is_async=True)  # dV += Pᵀ·dO
     ds = memory.weights.index(1)
-    dk = warpgroup_mma(ds, memory.q_columns.index(2 * stage + WARPGROUP), state.dk, is_async=True)
+    q_columns = memory.q_columns.index(2 * stage + WARPGROUP)
+    dk = warpgroup_mma(ds, q_columns, state.dk, is_async=True)  # dK += dSᵀ·Q
     FIRST: gl.constexpr = WARPGROUP * K_ROOM // 2  # this warpgroup's first panel of dq; it may have a second
     MORE: gl.constexpr = T.key_panels > FIRST + 1
     dq = _start_dq(ds, loaded.k_panels.index(FIRST), T)
