@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from trunkattn.attention import BatchAttention, Plan
     from trunkattn.config import AttentionConfig, Capacity
     from trunkattn.engine import LLM, SamplingParams, StructuredOutputsParams
-    from trunkattn.inputs import PromptChunks
     from trunkattn.ops.merge_states import merge_states
     from trunkattn.ops.write_kv import write_kv, write_latent
     from trunkattn.planner.work_list import PlanStats
+    from trunkattn.step_inputs import PromptChunks
     from trunkattn.training.flash_attention import flash_attention
     from trunkattn.training.prefix_tree import PrefixTree
 
@@ -47,7 +47,7 @@ _HOMES: Final = MappingProxyType(
         "Plan": "trunkattn.attention",
         "PlanStats": "trunkattn.planner.work_list",
         "PrefixTree": "trunkattn.training.prefix_tree",
-        "PromptChunks": "trunkattn.inputs",
+        "PromptChunks": "trunkattn.step_inputs",
         "SamplingParams": "trunkattn.engine",
         "StructuredOutputsParams": "trunkattn.engine",
         "flash_attention": "trunkattn.training.flash_attention",

@@ -9,21 +9,11 @@ import torch
 from trunkattn.attention_op import number_of, run_in_graph
 from trunkattn.backend import PARTS, Backend, Counters, Part, PlannedStep
 from trunkattn.config import BACKENDS, AttentionConfig, Capacity
-from trunkattn.inputs import (
-    LayerInputs,
-    PromptChunks,
-    Scale,
-    StepInputs,
-    all_on_gpu,
-    check_chunks,
-    check_layer,
-    check_on_device,
-    check_step,
-    of_layer,
-)
 from trunkattn.interrupts import held_interrupts
+from trunkattn.layer_inputs import LayerInputs, Scale, check_layer, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED, PlanStats
+from trunkattn.step_inputs import PromptChunks, StepInputs, all_on_gpu, check_chunks, check_on_device, check_step
 from trunkattn.validate import check_int
 
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import library
 
-from trunkattn.inputs import LayerInputs, Scale
+from trunkattn.layer_inputs import LayerInputs, Scale
 
 Run = Callable[..., Any]
 

@@ -5,9 +5,10 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from trunkattn.config import AttentionConfig
-from trunkattn.inputs import LayerInputs, PromptChunks
+from trunkattn.layer_inputs import LayerInputs
 from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.work_list import PlanStats
+from trunkattn.step_inputs import PromptChunks
 
 Part = Literal["decodes", "chunks"]
 PARTS: Final[tuple[Part, ...]] = ("decodes", "chunks")

@@ -27,7 +27,7 @@ COMPILED_SOURCES: Final = (
     "compiled.py",
     "cpu",
     "dtypes.py",
-    "inputs.py",
+    "step_inputs.py",
     "numerics.py",
     "ops",
     "planner",

@@ -19,7 +19,7 @@ import torch
 from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.config import POLICIES
-from trunkattn.inputs import LayerInputs, check_layer
+from trunkattn.layer_inputs import LayerInputs, check_layer
 from trunkattn.planner.planner import Planner
 
 from .cases import Step, random_step

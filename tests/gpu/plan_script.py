@@ -23,9 +23,9 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.device_planner import planner, prompt_chunks
 from trunkattn.gpu.planner_compilation import compile_ahead
-from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
+from trunkattn.step_inputs import StepInputs, check_step
 
 CPU = torch.device("cpu")
 PLAIN = AttentionConfig(8, 2, 128, 16, torch.bfloat16)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.inputs import LayerInputs
+from trunkattn.layer_inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import paged_attention

@@ -17,8 +17,8 @@ from trunkattn import BatchAttention, PromptChunks
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.kernel import Work
-from trunkattn.inputs import StepInputs, check_chunks
 from trunkattn.planner.work_list import UNLIMITED
+from trunkattn.step_inputs import StepInputs, check_chunks
 
 from .kernel_cases import CPU, overlap_always
 from .test_backend import CONFIG, caches, card, expected, run

@@ -20,7 +20,7 @@ from trunkattn.gpu.cards import H100
 from trunkattn.gpu.kernel import Work, choose, kernels_of, refusals
 from trunkattn.gpu.mla import spec
 from trunkattn.gpu.portable.write_kv import write_on_gpu
-from trunkattn.inputs import LayerInputs, of_layer
+from trunkattn.layer_inputs import LayerInputs, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import latent_attention

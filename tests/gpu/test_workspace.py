@@ -16,7 +16,7 @@ from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
-from trunkattn.inputs import LayerInputs
+from trunkattn.layer_inputs import LayerInputs
 from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.splitting import UNLIMITED

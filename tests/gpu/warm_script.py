@@ -19,8 +19,8 @@ from trunkattn import AttentionConfig, Capacity, PromptChunks
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.compiling import compiled_together
-from trunkattn.inputs import LayerInputs
 from trunkattn.integrations.warm_up import warm_prompts
+from trunkattn.layer_inputs import LayerInputs
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 

@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from trunkattn import AttentionConfig
-from trunkattn.integrations import common
-from trunkattn.integrations.common import (
-    PATHS,
-    REASONS,
-    RING_STEPS,
-    DeviceTraffic,
-    KvCounters,
-    KvReadStats,
-    LayerSpec,
-    step_path,
-)
+from trunkattn.integrations import device_traffic, kv_traffic
+from trunkattn.integrations.device_traffic import RING_STEPS, DeviceTraffic
+from trunkattn.integrations.kv_traffic import PATHS, REASONS, KvCounters, KvReadStats, step_path
+from trunkattn.integrations.layer_spec import LayerSpec
 
 CPU = torch.device("cpu")
 
@@ -102,7 +95,7 @@ def test_the_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     stats.count_read(1_000_000, 4_000_000, num_requests=2)
     stats.log()
     assert lines == [], "10 seconds have not passed"
-    monkeypatch.setattr(common, "LOG_INTERVAL", -1.0)
+    monkeypatch.setattr(kv_traffic, "LOG_INTERVAL", -1.0)
     stats.log()
     assert lines == [
         "TrunkAttention, 4 layers: 1 steps, 1.0 MB of KV read, 3.0 MB (75%) saved by sharing; steps: decode 1; nothing "
@@ -129,7 +122,7 @@ def test_numbers_from_the_device_arrive_once_and_in_order() -> None:
 
 def test_numbers_are_counted_before_the_first_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    monkeypatch.setattr(device_traffic.time, "monotonic", lambda: now)
     lines: list[str] = []
     stats = KvReadStats(1, make_counters(), lambda message, *values: lines.append(message % values))
     traffic = DeviceTraffic(1, CPU, [])
@@ -137,7 +130,7 @@ def test_numbers_are_counted_before_the_first_log_line(monkeypatch: pytest.Monke
         now = 100.0 + step
         stats.count_step("full_graph")
         traffic.note([torch.tensor([1, 4])], 2)
-        common.count_arrivals(stats, traffic, [1_000_000], print)
+        device_traffic.count_arrivals(stats, traffic, [1_000_000], print)
     assert len(lines) == 1
     assert "11 steps, 10.0 MB of KV read, 30.0 MB (75%) saved" in lines[0], "all but those of the last second"
 

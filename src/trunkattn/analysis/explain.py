@@ -14,11 +14,11 @@ from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.step import tile_stats, with_reasons
 from trunkattn.gpu.step_choice import StepChoice
 from trunkattn.gpu.steps import make_step_planner
-from trunkattn.inputs import StepInputs, check_step
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.work_list import UNLIMITED, PlanStats
+from trunkattn.step_inputs import StepInputs, check_step
 
 _CPU: Final = torch.device("cpu")
 

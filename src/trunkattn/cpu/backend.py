@@ -11,12 +11,13 @@ from trunkattn.cpu import parallel
 from trunkattn.cpu.block import Shape
 from trunkattn.cpu.tuning import cpu_device
 from trunkattn.dtypes import KV_KINDS
-from trunkattn.inputs import LayerInputs, PromptChunks, Scale, scale_array
+from trunkattn.layer_inputs import LayerInputs, Scale, scale_array
 from trunkattn.memory import memory_for
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import Planned, StepTables, too_large
 from trunkattn.planner.work_list import UNLIMITED, PlanStats, WorkList
+from trunkattn.step_inputs import PromptChunks
 
 
 class CpuStep(NamedTuple):

@@ -24,12 +24,13 @@ from trunkattn.gpu.mla.spec import head_groups
 from trunkattn.gpu.step import GpuStep, HostTiles
 from trunkattn.gpu.steps import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
-from trunkattn.inputs import LayerInputs, PromptChunks
+from trunkattn.layer_inputs import LayerInputs
 from trunkattn.numerics import GPU_OFFSET_END
 from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.prompt_chunks import Division, join
 from trunkattn.planner.tiles.candidates import query_positions
 from trunkattn.planner.work_list import UNLIMITED
+from trunkattn.step_inputs import PromptChunks
 
 
 def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "GpuBackend":

@@ -18,9 +18,9 @@ from trunkattn.compiled import cache_folder
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
-from trunkattn.inputs import StepInputs, check_step
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
+from trunkattn.step_inputs import StepInputs, check_step
 
 _CPU: Final = torch.device("cpu")
 _PAGE_SIZE: Final = 16

@@ -7,7 +7,7 @@ import torch
 
 from trunkattn.backend import no_partials
 from trunkattn.config import AttentionConfig
-from trunkattn.inputs import LayerInputs, scale_tensor
+from trunkattn.layer_inputs import LayerInputs, scale_tensor
 from trunkattn.numerics import MAX_INT32
 
 _MOST_KEPT: Final = 4096  # cached products of scales that are Python numbers

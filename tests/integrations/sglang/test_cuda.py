@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from trunkattn.integrations import common, prompt_plans
+from trunkattn.integrations import device_traffic, prompt_plans
 from trunkattn.integrations.sglang import cuda
 
 from ..vllm.device_attention import PlannerCompilations
@@ -233,7 +233,7 @@ def test_the_request_table_is_read_before_a_replay(card: None) -> None:
 
 def test_counters(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step counts once the next one begins; captures do not, nor does padding."""
-    monkeypatch.setattr(common, "SEND_INTERVAL", math.inf)
+    monkeypatch.setattr(device_traffic, "SEND_INTERVAL", math.inf)
     lines: list[str] = []
     monkeypatch.setattr(cuda.logger, "info", lambda message, *values: lines.append(message % values))
     runner = make_runner({}, {"sliding_window_size": 15}, {}, tp_rank=23)
@@ -266,7 +266,7 @@ def test_a_full_ring_is_fetched(card: None) -> None:
     runner = make_runner()
     backend, batch = make_backend(runner), Step([1], [40]).batch(runner)
     capture(backend, runner, 1)
-    for _ in range(2 * common.RING_STEPS + 2):
+    for _ in range(2 * device_traffic.RING_STEPS + 2):
         replay(backend, batch)
-    assert backend.traffic.steps == 2 * common.RING_STEPS + 1
-    assert backend.traffic.unshared == 2 * common.RING_STEPS * 40 * 2 * KV_HEADS * DIM * 4
+    assert backend.traffic.steps == 2 * device_traffic.RING_STEPS + 1
+    assert backend.traffic.unshared == 2 * device_traffic.RING_STEPS * 40 * 2 * KV_HEADS * DIM * 4

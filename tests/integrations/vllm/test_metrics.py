@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from trunkattn.integrations import common
+from trunkattn.integrations import device_traffic, kv_traffic
 from trunkattn.integrations.vllm import cuda, metrics
 
 from .fakes import DIM, KV_HEADS, PAGE, FlashRecorder, make_batch, make_builder, make_layer, run_step
@@ -24,12 +24,12 @@ from .fakes import DIM, KV_HEADS, PAGE, FlashRecorder, make_batch, make_builder,
     ],
 )
 def test_paths_on_a_cpu(query_lens: list[int], decode_query_len: int, path: str) -> None:
-    assert common.step_path(torch.tensor(query_lens), decode_query_len) == path
+    assert kv_traffic.step_path(torch.tensor(query_lens), decode_query_len) == path
 
 
 def test_counters(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step counts once the next one is planned; one that no layer ran from the host was a graph's."""
-    monkeypatch.setattr(common, "SEND_INTERVAL", math.inf)
+    monkeypatch.setattr(device_traffic, "SEND_INTERVAL", math.inf)
     gpu_engine.parallel_config.rank = 17  # labels of its own, in a registry that all tests share
     builder = make_builder(gpu_engine, make_layer(), make_layer(window=16))
     shared, single = make_batch([1, 1, 1], [110, 112, 114], shared=6), make_batch([1], [40])
@@ -67,9 +67,9 @@ def test_a_step_that_vllm_copies(gpu_engine: VllmConfig, flash_kernel: FlashReco
 
 def test_the_ring_is_fetched_when_it_is_full(gpu_engine: VllmConfig, flash_kernel: FlashRecorder) -> None:
     builder, batch = make_builder(gpu_engine, make_layer()), make_batch([1], [40])
-    for _ in range(2 * common.RING_STEPS + 1):
+    for _ in range(2 * device_traffic.RING_STEPS + 1):
         builder.build(0, batch)
-    assert builder.traffic.unshared == 2 * common.RING_STEPS * 41 * 2 * DIM * KV_HEADS * 2
+    assert builder.traffic.unshared == 2 * device_traffic.RING_STEPS * 41 * 2 * DIM * KV_HEADS * 2
 
 
 def test_the_log(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_the_log(gpu_engine: VllmConfig, flash_kernel: FlashRecorder, monkeypatc
     for _ in range(3):
         run_step(builder, batch)
     assert lines == []
-    monkeypatch.setattr(common, "SEND_INTERVAL", -1.0)
+    monkeypatch.setattr(device_traffic, "SEND_INTERVAL", -1.0)
     run_step(builder, batch)
-    monkeypatch.setattr(common, "LOG_INTERVAL", -1.0)
+    monkeypatch.setattr(kv_traffic, "LOG_INTERVAL", -1.0)
     run_step(builder, batch)
     assert len(lines) == 1
     assert "4 steps, 0.2 MB of KV read, 0.2 MB (57%) saved" in lines[0]

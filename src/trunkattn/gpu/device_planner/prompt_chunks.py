@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from trunkattn.gpu.arrays import GpuPlan, even_rounds
 from trunkattn.gpu.compiling import launch
-from trunkattn.inputs import PromptChunks
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, StepTables
 from trunkattn.planner.tiles.candidates import query_positions
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, PlanStats
+from trunkattn.step_inputs import PromptChunks
 
 _ITEM_COLUMNS = tl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = tl.constexpr(QUERY_START), tl.constexpr(QUERY_END)

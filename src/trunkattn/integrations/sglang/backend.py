@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from trunkattn import AttentionConfig, BatchAttention, Plan
-from trunkattn.integrations.common import Traffic, step_path, tokens_of
+from trunkattn.integrations.kv_traffic import Traffic, step_path, tokens_of
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.layers import (
     LayerKind,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChunks
-from trunkattn.integrations.common import DeviceTraffic, count_arrivals
+from trunkattn.integrations.device_traffic import DeviceTraffic, count_arrivals
 from trunkattn.integrations.prompt_plans import PromptRoom, one_prompt, room_for
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.backend import TrunkBackend, is_idle

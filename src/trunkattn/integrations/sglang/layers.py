@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.sglang import versions
 
 

@@ -16,7 +16,7 @@ attention (the back end's layers: full, the window, or both). A step that anothe
 from collections.abc import Iterable
 from typing import Any
 
-from trunkattn.integrations.common import KvReadStats, Labels, prometheus_counters
+from trunkattn.integrations.kv_traffic import KvReadStats, Labels, prometheus_counters
 from trunkattn.integrations.sglang import versions
 from trunkattn.integrations.sglang.name import logger
 

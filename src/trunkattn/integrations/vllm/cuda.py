@@ -25,7 +25,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals
+from trunkattn.integrations.device_traffic import DeviceTraffic, count_arrivals
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.prompt_plans import room_for
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend

@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config
 
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup, context_refusals, find_group
 from trunkattn.integrations.vllm.flash import PrefillRows, find_flash

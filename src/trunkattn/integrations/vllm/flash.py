@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from trunkattn import BatchAttention, Plan
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.context_parallel import ContextGroup
 from trunkattn.integrations.vllm.impl import StepTensors

@@ -11,7 +11,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl
 
 from trunkattn import write_kv
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import NAME, versions
 
 

@@ -10,7 +10,8 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 
 from trunkattn import BatchAttention, Plan
-from trunkattn.integrations.common import LayerSpec, Traffic, step_path, tokens_of
+from trunkattn.integrations.kv_traffic import Traffic, step_path, tokens_of
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import NAME, versions
 from trunkattn.integrations.vllm.impl import check_supported
 from trunkattn.integrations.vllm.metrics import kv_read_stats

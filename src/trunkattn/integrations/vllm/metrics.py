@@ -25,7 +25,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from trunkattn.integrations.common import KvReadStats, Labels, prometheus_counters
+from trunkattn.integrations.kv_traffic import KvReadStats, Labels, prometheus_counters
 
 logger = init_logger("vllm.trunkattn")
 

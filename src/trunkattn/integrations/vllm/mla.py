@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend,
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
 
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.cuda_impl import gpu_refusals
 from trunkattn.integrations.vllm.impl import LayerArguments, check_supported, refusals

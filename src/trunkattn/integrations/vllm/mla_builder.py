@@ -18,7 +18,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 
 from trunkattn import BatchAttention, Capacity, Plan
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.common import DeviceTraffic, LayerSpec, count_arrivals, tokens_of
+from trunkattn.integrations.device_traffic import DeviceTraffic, count_arrivals
+from trunkattn.integrations.kv_traffic import tokens_of
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.vllm import latent_name, versions
 from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
 from trunkattn.integrations.vllm.impl import check_supported

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, PromptChunks
-from trunkattn.integrations.common import LayerSpec
+from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.prompt_plans import PromptRoom, one_prompt
 from trunkattn.integrations.warm_up import planner_compilation, run_zeros, warm_prompts
 
