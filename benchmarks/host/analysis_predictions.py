@@ -36,7 +36,7 @@ from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.replay import run
 from trunkattn.analysis.settings import Settings
 from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
 from trunkattn.analysis.tokens import chained
 from trunkattn.gpu.cards import EngineTimes, card_named
 
@@ -93,7 +93,7 @@ class Case:
         """ms, one by one and shared."""
         attention = prices.attention(self.batch)
         other = prices.other_us(self.workload.requests, self.workload.requests)
-        return (attention.alone_us + other) / 1e3, (attention.shared_us + other) / 1e3
+        return (attention.one_by_one_us + other) / 1e3, (attention.shared_us + other) / 1e3
 
     def terms(self, prices: Prices) -> dict[str, Any]:
         """The parts of the prediction in ms; of attention, one by one and shared."""
@@ -164,16 +164,18 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
             if not logs[name] or name not in measured["runs"][ours]:
                 continue
             requests = Requests.of(logs[name], size, 1)
-            each = [run(requests, size, prices, Load(), clock) for clock in (ALONE, SHARED)]
-            paces = [1e3 * np.array(each[clock].answers.paces).reshape(-1, 2)[:, clock] for clock in (ALONE, SHARED)]
+            each = [run(requests, size, prices, Load(), clock) for clock in (ONE_BY_ONE, SHARED)]
+            paces = [
+                1e3 * np.array(each[clock].answers.paces).reshape(-1, 2)[:, clock] for clock in (ONE_BY_ONE, SHARED)
+            ]
             runs = [measured["runs"][side][name] for side in (stock, ours)]
             row = {"result": result, "workload": name, "card": prices.card.model.name}
             row |= figures([one["tpot"]["median"] for one in runs], [float(median(pace)) for pace in paces])
-            waits = [round(each[clock].ttft_ms(clock), 2) for clock in (ALONE, SHARED)]
+            waits = [round(each[clock].ttft_ms(clock), 2) for clock in (ONE_BY_ONE, SHARED)]
             row |= {"measured_ttft_ms": [one["ttft"]["mean"] for one in runs], "predicted_ttft_ms": waits}
-            sums = [each[clock].sums for clock in (ALONE, SHARED)]
+            sums = [each[clock].sums for clock in (ONE_BY_ONE, SHARED)]
             decoding = [one.decoding / one.decode_steps for one in sums]
-            attention = [sums[ALONE].attention_us, sums[SHARED].shared_attention_us]
+            attention = [sums[ONE_BY_ONE].attention_us, sums[SHARED].shared_attention_us]
             per_step = [us / one.decode_steps for us, one in zip(attention, sums, strict=True)]
             row["terms_ms"] = terms(prices, decoding[SHARED], per_step)
             row |= {"measured_decodes": decodes_a_step(runs[1]), "predicted_decodes": round(decoding[SHARED], 1)}

@@ -28,7 +28,7 @@ from trunkattn.analysis.reading import read_log
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
 from trunkattn.gpu.cards import card_named
 
 REPLICAS = 4
@@ -54,11 +54,11 @@ def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, 
     workload = Workload.of(requests, size, 256)
     ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
     fleets = [Fleet(REPLICAS, route) for route in ROUTES]
-    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
+    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ONE_BY_ONE)]
     tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
     outcomes = run_all(tasks, [1.0] * len(tasks), lambda share: None, num_cores())
-    for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
-        found = asdict(fleet_replay(fleet, shared, alone))
+    for fleet, shared, one_by_one in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
+        found = asdict(fleet_replay(fleet, shared, one_by_one))
         rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
         yield {"workload": name, "requests": len(workload.jobs), "ceiling": ceiling, **rounded}
 

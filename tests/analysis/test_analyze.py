@@ -20,7 +20,7 @@ from trunkattn.analysis.parallel import run_all
 from trunkattn.analysis.records import FleetReplay, Log, LoggedRequest, Replay
 from trunkattn.analysis.report import to_dict
 from trunkattn.analysis.settings import ROUTES, Settings
-from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
 from trunkattn.analysis.words import overload, verdict
 
 SETTINGS = Settings(num_pages=4000, concurrencies=(2, 8), max_num_seqs=64)
@@ -182,8 +182,8 @@ def test_an_engine_that_does_not_keep_up_is_told() -> None:
 
 def fleet_of(requests: list[LoggedRequest], route: str) -> FleetReplay:
     workload, fleet = Workload.of(requests, SIZE, 10), Fleet(4, route)
-    shared, alone = (run_fleet(workload, SIZE, PRICES, Load(), fleet, clock) for clock in (SHARED, ALONE))
-    return fleet_replay(fleet, shared, alone)
+    shared, one_by_one = (run_fleet(workload, SIZE, PRICES, Load(), fleet, clock) for clock in (SHARED, ONE_BY_ONE))
+    return fleet_replay(fleet, shared, one_by_one)
 
 
 def test_a_fleet_that_looks_at_prefixes_shares_more() -> None:

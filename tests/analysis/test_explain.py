@@ -71,7 +71,7 @@ def test_bytes_and_forest(prices: Prices) -> None:
     assert len(explanation.snapshot.nodes) == 1 + 4 + 64
     (layers,) = explanation.layers
     assert layers.auto.layer_us < layers.policies[0].layer_us
-    assert explanation.times_us == (32 * layers.alone_us, 32 * layers.auto.layer_us)
+    assert explanation.times_us == (32 * layers.one_by_one_us, 32 * layers.auto.layer_us)
     assert "3.0 times as fast" in verdict(explanation)
 
 
@@ -86,7 +86,7 @@ def test_a_latent_cache_is_compared_with_its_own_kernel() -> None:
     text = printed(explanation, prices)
     assert "one by one" in text and "FlashAttention" not in text
     found = re.search(r"per query ([\d.]+) µs", text)
-    assert found and float(found[1]) == pytest.approx(explanation.layers[0].alone_us, rel=0.01)
+    assert found and float(found[1]) == pytest.approx(explanation.layers[0].one_by_one_us, rel=0.01)
     assert "fitted to no engine" in text.replace("\n", " ") and "was not timed" not in text
 
 
@@ -121,7 +121,7 @@ def test_the_layers_of_each_window_are_explained_by_themselves(kv_cache_dtype: s
     assert far.kv_bytes == 12 * 64 * 1664 * token_bytes
     assert far.unique_kv_bytes == 12 * (1024 + 4 * 512 + 64 * 128) * token_bytes
     assert all(each.kv_bytes >= near.unique_kv_bytes for each in near.policies)
-    assert near.alone_us < far.alone_us and near.auto.layer_us < far.auto.layer_us
+    assert near.one_by_one_us < far.one_by_one_us and near.auto.layer_us < far.auto.layer_us
     forest = DecodeBatch.of(batch.block_table, batch.seq_lens, prices.page_size)
     assert explanation.times_us == pytest.approx(prices.attention(forest))
     text = printed(explanation, prices)
@@ -137,8 +137,8 @@ def test_the_config_of_a_model_with_a_latent_cache_is_priced(tmp_path: Path) -> 
     prices = Prices(shape, card_named("H100"), tensor_parallel=8)
     assert prices.decode_kernel.name == mla.DECODE and prices.token_bytes == 8 * 4 * 576 * 2
     _, explanation = explained("1,4,64_1024,512,128", prices)
-    alone, shared = explanation.times_us
-    assert 0 < shared < alone and explanation.unique_kv_bytes == (1024 + 4 * 512 + 64 * 128) * prices.token_bytes
+    one_by_one, shared = explanation.times_us
+    assert 0 < shared < one_by_one and explanation.unique_kv_bytes == (1024 + 4 * 512 + 64 * 128) * prices.token_bytes
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_every_kind_of_attention_is_priced(name: str) -> None:
     table[1, -4:] += 100
     batch = DecodeBatch.of(np.repeat(table, 8, axis=0), np.full(16, 3200, np.int32), 16)
     found = Prices(model_shape(name), PRICES.card).attention(batch)
-    assert 0 < found.shared_us < found.alone_us
+    assert 0 < found.shared_us < found.one_by_one_us
 
 
 def test_predictions_are_those_of_the_result_and_close_to_what_was_measured() -> None:

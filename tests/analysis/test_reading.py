@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.analysis.finished_log import depend_on_contents_alone
+from trunkattn.analysis.finished_log import depend_only_on_contents
 from trunkattn.analysis.reading import read_log
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
@@ -157,9 +157,9 @@ def test_an_equal_hash_behind_another_block_is_another_block(tmp_path: Path) -> 
 
 def test_chained_hashes_tell_no_contents() -> None:
     chained = [np.array([1, 2, 3]), np.array([1, 2, 4]), np.array([], dtype=np.int64), np.array([5])]
-    assert not depend_on_contents_alone(chained)
-    assert depend_on_contents_alone([*chained, np.array([5, 2])])
-    assert not depend_on_contents_alone([])
+    assert not depend_only_on_contents(chained)
+    assert depend_only_on_contents([*chained, np.array([5, 2])])
+    assert not depend_only_on_contents([])
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
     chunk = StepTables(
         np.zeros((1, 600), np.int32), np.array([9000], np.int32), np.array([0, 768], np.int32), UNLIMITED
     )
-    idle_ns = overlap.chunk_times(overlap.work_of(chunk)).alone_ns * 132 / 192
+    idle_ns = overlap.chunk_times(overlap.work_of(chunk)).without_decodes_ns * 132 / 192
 
     def fills(chunks: StepTables, decode_ns: float) -> bool:
         return overlap.fills(overlap.work_of(chunks), int(decode_ns))
@@ -370,7 +370,7 @@ def test_time_of_chunks(hopper: None) -> None:
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
         batch = StepTables(table, np.array([context], np.int32), np.array([0, tokens], np.int32), window)
-        return overlap.chunk_times(overlap.work_of(batch)).alone_ns / 1000
+        return overlap.chunk_times(overlap.work_of(batch)).without_decodes_ns / 1000
 
     # measured on an H200 by benchmarks/kernels/hybrid.py when the times were fitted (32/4 has the same work)
     assert us(2048, 16384) == pytest.approx(945, rel=0.1)

@@ -18,7 +18,7 @@ from trunkattn.analysis.replay import clocks_of, replay_of, run
 from trunkattn.analysis.settings import ROUTES, Progress, Settings
 from trunkattn.analysis.simulated import EngineSize
 from trunkattn.analysis.spoilers import find_spoilers, rewritten
-from trunkattn.analysis.timed import ALONE, SHARED
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
 from trunkattn.analysis.words import assumptions, beside, overload, verdict
 from trunkattn.gpu.cards import card_named
 
@@ -174,13 +174,13 @@ def _fleet(setup: Setup, workload: Workload, load: Load, progress: Callable[[flo
     settings = setup.settings
     routes = ROUTES if settings.route is None else (settings.route,)
     fleets = [Fleet(settings.replicas, route, settings.seed) for route in routes]
-    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ALONE)]
+    parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ONE_BY_ONE)]
     tasks = [partial(run_fleet, workload, setup.size, setup.prices, load, fleet, clock) for fleet, clock in parts]
     weights = [float(len(workload.jobs))] * len(tasks)
     outcomes = run_all(tasks, weights, progress, _workers(weights))
     return [
-        fleet_replay(fleet, shared, alone)
-        for fleet, shared, alone in zip(fleets, outcomes[::2], outcomes[1::2], strict=True)
+        fleet_replay(fleet, shared, one_by_one)
+        for fleet, shared, one_by_one in zip(fleets, outcomes[::2], outcomes[1::2], strict=True)
     ]
 
 

@@ -49,7 +49,7 @@ class ExplainedLayers:
         count: number of layers.
         kv_bytes: KV bytes that they read on all cards, if each request reads its own.
         unique_kv_bytes: KV bytes that they read, if each shared page is read once.
-        alone_us: predicted time of one of them on one card, if each request reads its own.
+        one_by_one_us: predicted time of one of them on one card, if each request reads its own.
         policies: one by one, in the order of `POLICIES`.
     """
 
@@ -57,7 +57,7 @@ class ExplainedLayers:
     count: int
     kv_bytes: int
     unique_kv_bytes: int
-    alone_us: float
+    one_by_one_us: float
     policies: list[Explained]
 
     @property
@@ -73,13 +73,13 @@ class Explanation:
     Attributes:
         snapshot: the prefix forest.
         num_requests: requests that decode.
-        alone: what reads each request's KV for itself: FlashAttention, or of a latent cache our own kernel.
+        baseline: name of the kernel that reads each request's own KV: FlashAttention, or ours for a latent cache.
         layers: one for each window that the model has.
     """
 
     snapshot: Snapshot
     num_requests: int
-    alone: str
+    baseline: str
     layers: list[ExplainedLayers]
 
     @property
@@ -95,8 +95,8 @@ class Explanation:
     @property
     def times_us(self) -> tuple[float, float]:
         """Predicted time of all layers on one card, one by one and under policy auto."""
-        alone = sum(each.count * each.alone_us for each in self.layers)
-        return alone, sum(each.count * each.auto.layer_us for each in self.layers)
+        one_by_one = sum(each.count * each.one_by_one_us for each in self.layers)
+        return one_by_one, sum(each.count * each.auto.layer_us for each in self.layers)
 
 
 def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanation:
@@ -128,7 +128,7 @@ def explain(tables: tuple[np.ndarray, np.ndarray], prices: Prices) -> Explanatio
     return Explanation(
         snapshot=Snapshot(0.0, nodes),
         num_requests=len(seq_lens),
-        alone="FlashAttention" if prices.shape.latent_dim is None else "one by one",
+        baseline="FlashAttention" if prices.shape.latent_dim is None else "one by one",
         layers=[_layers(window, count, batch, prices) for window, count in prices.shape.layers_by_window.items()],
     )
 
@@ -143,7 +143,7 @@ def _layers(window: int | None, count: int, batch: DecodeBatch, prices: Prices) 
         count=count,
         kv_bytes=int(np.minimum(batch.seq_lens, limit).sum()) * token_bytes,
         unique_kv_bytes=seen_tokens(batch, limit) * token_bytes,
-        alone_us=prices.layer(batch, limit).alone_us,
+        one_by_one_us=prices.layer(batch, limit).one_by_one_us,
         policies=[_explained(policy, tables, prices, token_bytes) for policy in POLICIES],
     )
 

@@ -36,7 +36,7 @@ def explanation_dict(explanation: Explanation, prices: Prices) -> dict[str, Any]
         "num_requests": explanation.num_requests,
         "kv_bytes": explanation.kv_bytes,
         "unique_kv_bytes": explanation.unique_kv_bytes,
-        "alone": explanation.alone,
+        "alone": explanation.baseline,
         "forest": [
             {"parent": node.parent, "start": node.start, "tokens": node.tokens, "requests": node.sequences}
             for node in explanation.snapshot.nodes
@@ -52,7 +52,7 @@ def _layers_dict(layers: ExplainedLayers) -> dict[str, Any]:
         "count": layers.count,
         "kv_bytes": layers.kv_bytes,
         "unique_kv_bytes": layers.unique_kv_bytes,
-        "alone_us": layers.alone_us,
+        "alone_us": layers.one_by_one_us,
         "policies": [
             {"policy": each.policy, "layer_us": each.layer_us, "kv_bytes": each.kv_bytes, **_stats(each.stats)}
             for each in layers.policies
@@ -93,20 +93,20 @@ def print_explanation(explanation: Explanation, prices: Prices, console: Console
 def verdict(explanation: Explanation) -> str:
     """What sharing is worth for the batch, in one sentence."""
     reads = figures.saved(explanation.kv_bytes, explanation.unique_kv_bytes)
-    alone, shared = explanation.times_us
+    one_by_one, shared = explanation.times_us
     if reads < 0.005:
         return "These requests share nothing, so reading it once saves nothing."
     span = "in all layers"
     if len(explanation.layers) == 1:
-        span, alone, shared = "a layer", explanation.layers[0].alone_us, explanation.layers[0].auto.layer_us
-    if alone < _FASTER * shared:
+        span, one_by_one, shared = "a layer", explanation.layers[0].one_by_one_us, explanation.layers[0].auto.layer_us
+    if one_by_one < _FASTER * shared:
         return (
             f"Sharing would save {figures.percent(reads)} of the KV reads, and no time: attention takes {shared:,.1f} "
             f"µs {span} either way."
         )
     return (
         f"Sharing saves {figures.percent(reads)} of the KV reads, and attention takes "
-        f"{shared:,.1f} µs {span}, not {alone:,.1f}: {alone / shared:.1f} times as fast."
+        f"{shared:,.1f} µs {span}, not {one_by_one:,.1f}: {one_by_one / shared:.1f} times as fast."
     )
 
 
@@ -120,8 +120,8 @@ def policy_table(explanation: Explanation, layers: ExplainedLayers, prices: Pric
     table = Table("policy", title=title, title_style="bold", title_justify="left", box=None, header_style="bold")
     for column in ("µs a layer", read, "saved", "items", "tiles"):
         table.add_column(column, justify="left" if column == "tiles" else "right")
-    alone = (f"{layers.alone_us:,.1f}", figures.size(layers.kv_bytes), "0 %", "", "")
-    table.add_row(explanation.alone, *alone, style="dim")
+    cells = (f"{layers.one_by_one_us:,.1f}", figures.size(layers.kv_bytes), "0 %", "", "")
+    table.add_row(explanation.baseline, *cells, style="dim")
     for each in layers.policies:
         tiles = ", ".join(f"{number:,} of {name}" for name, number in each.stats.tiles.items() if number)
         saved = figures.percent(figures.saved(layers.kv_bytes, each.kv_bytes))

@@ -21,7 +21,7 @@ def finished_log(collected: Collected, chosen: Format) -> Log:
     requests, tally, texts = collected.requests, collected.tally, collected.texts
     if texts:
         texts.fill(len(requests))
-    has_contents = len(collected.contents) == len(requests) and depend_on_contents_alone(collected.contents)
+    has_contents = len(collected.contents) == len(requests) and depend_only_on_contents(collected.contents)
     repeated = _repeated(collected)
     order = _order(collected, repeated)
     late = _late(collected, order)
@@ -139,7 +139,7 @@ def _assumptions(collected: Collected, has_contents: bool, late: Sequence[int], 
     return found
 
 
-def depend_on_contents_alone(blocks: Sequence[NDArray[np.int64]]) -> bool:
+def depend_only_on_contents(blocks: Sequence[NDArray[np.int64]]) -> bool:
     """Whether a log's hashes depend on a block's contents only: then a hash recurs after different predecessors."""
     ids = np.concatenate([np.zeros(0, np.int64), *blocks])
     before = np.roll(ids, 1)

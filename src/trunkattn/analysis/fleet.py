@@ -12,7 +12,7 @@ from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.records import FleetReplay
 from trunkattn.analysis.replay import Outcome
 from trunkattn.analysis.simulated import EngineSize, Job
-from trunkattn.analysis.timed import ALONE, SHARED, TimedEngine
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED, TimedEngine
 
 # An engine is passed over if it has more unfinished requests than _OVERLOAD times the mean plus _OVERLOAD_FROM.
 _OVERLOAD: Final = 2.0
@@ -138,19 +138,19 @@ def run_fleet(
     return [Outcome.of(replica.engine) for replica in replicas]
 
 
-def fleet_replay(fleet: Fleet, shared: list[Outcome], alone: list[Outcome]) -> FleetReplay:
-    """The result of a fleet. shared, alone: outcomes of its engines, with arrivals by either clock."""
+def fleet_replay(fleet: Fleet, shared: list[Outcome], one_by_one: list[Outcome]) -> FleetReplay:
+    """The result of a fleet. shared, one_by_one: outcomes of its engines, with arrivals by either clock."""
     queries = sum(each.stats.prefix_cache_queries for each in shared)
     tokens = [each.answers.num_tokens for each in shared]
     return FleetReplay(
         route=fleet.route,
         replicas=fleet.replicas,
         hit_rate=sum(each.stats.prefix_cache_hits for each in shared) / max(1, queries),
-        tpot_ms=_mean_ms(alone, ALONE),
+        tpot_ms=_mean_ms(one_by_one, ONE_BY_ONE),
         shared_tpot_ms=_mean_ms(shared, SHARED),
-        ttft_ms=_mean_wait_ms(alone, ALONE),
+        ttft_ms=_mean_wait_ms(one_by_one, ONE_BY_ONE),
         shared_ttft_ms=_mean_wait_ms(shared, SHARED),
-        tokens_per_s=_tokens_per_s(alone, ALONE),
+        tokens_per_s=_tokens_per_s(one_by_one, ONE_BY_ONE),
         shared_tokens_per_s=_tokens_per_s(shared, SHARED),
         balance=max(tokens) * len(tokens) / max(1, sum(tokens)),
         kv_bytes=sum(each.sums.kv_bytes for each in shared),

@@ -50,9 +50,9 @@ class DecodeBatch(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """Predicted µs of attention in one decode step, each request by itself, and shared."""
+    """Predicted µs of attention in one decode step: one by one (each request reads its own KV), and shared."""
 
-    alone_us: float
+    one_by_one_us: float
     shared_us: float
 
 
@@ -143,22 +143,22 @@ class Prices:
 
     def attention(self, batch: DecodeBatch) -> AttentionTimes:
         """Attention of a decode step, of all layers."""
-        alone = shared = 0.0
+        one_by_one = shared = 0.0
         for window, layers in self.shape.layers_by_window.items():
             times = self.layer(batch, UNLIMITED if window is None else window)
-            alone, shared = alone + times.alone_us * layers, shared + times.shared_us * layers
-        return AttentionTimes(alone, shared)
+            one_by_one, shared = one_by_one + times.one_by_one_us * layers, shared + times.shared_us * layers
+        return AttentionTimes(one_by_one, shared)
 
     def read_shares(self, batch: DecodeBatch) -> tuple[float, float]:
         """Shares of the sequences' KV that a decode step reads, one by one and shared. Both are 1 unless layers have a
         sliding window."""
-        alone = shared = 0
+        one_by_one = shared = 0
         for window, layers in self.shape.layers_by_window.items():
             limit = UNLIMITED if window is None else window
-            alone += layers * int(np.minimum(batch.seq_lens, limit).sum())
+            one_by_one += layers * int(np.minimum(batch.seq_lens, limit).sum())
             shared += layers * seen_tokens(batch, limit)
         every = max(1, int(batch.seq_lens.sum())), max(1, seen_tokens(batch))
-        return alone / every[0] / self.shape.num_layers, shared / every[1] / self.shape.num_layers
+        return one_by_one / every[0] / self.shape.num_layers, shared / every[1] / self.shape.num_layers
 
     def layer(self, batch: DecodeBatch, window: int = UNLIMITED) -> AttentionTimes:
         """Attention of one layer in a decode step."""
@@ -167,11 +167,11 @@ class Prices:
         predicted = TiledStep(self.rule, batch.forest, tables).predict()
         if self.shape.latent_dim is None:
             tokens = np.minimum(batch.seq_lens, window).sum()
-            alone = float(self.flash_us(tokens, seen_tokens(batch, window)))
+            one_by_one = float(self.flash_us(tokens, seen_tokens(batch, window)))
         else:
-            lone = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.per_query]
-            alone = float(predicted[lone].min()) / 1e3
-        return AttentionTimes(alone, float(predicted.min()) / 1e3)
+            per_query = [number for number, tiling in enumerate(self.rule.priced.tilings) if tiling.per_query]
+            one_by_one = float(predicted[per_query].min()) / 1e3
+        return AttentionTimes(one_by_one, float(predicted.min()) / 1e3)
 
     def scaled(
         self,
@@ -189,11 +189,11 @@ class Prices:
         """
         priced_tokens, priced_unique = priced
         launches_us = self.shape.num_layers * self.times.flash_us
-        fixed_us, shared_fixed_us = min(launches_us, times.alone_us), min(launches_us, times.shared_us)
+        fixed_us, shared_fixed_us = min(launches_us, times.one_by_one_us), min(launches_us, times.shared_us)
         more, unique_more = tokens / max(1, priced_tokens), unique_tokens / max(1, priced_unique)
         read_share = priced_unique / max(1, priced_tokens) / 2  # of the time that follows what leaves memory
-        alone = fixed_us + (times.alone_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
-        return alone, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
+        one_by_one = fixed_us + (times.one_by_one_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
+        return one_by_one, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
 
     def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
         """FlashAttention of one layer, in µs. tokens: sum over the sequences of the tokens that each sees;

@@ -15,7 +15,7 @@ from trunkattn.analysis.load import Feed, Load, Workload
 from trunkattn.analysis.prices import Prices
 from trunkattn.analysis.records import Moment, Replay, Snapshot
 from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ALONE, SHARED, Answers, TimedEngine
+from trunkattn.analysis.timed import ONE_BY_ONE, SHARED, Answers, TimedEngine
 from trunkattn.analysis.timeline import Sums
 from trunkattn.engine.scheduler import SchedulerStats
 
@@ -42,10 +42,10 @@ class Outcome:
     @classmethod
     def of(cls, engine: TimedEngine) -> "Outcome":
         """The outcome of an engine."""
-        (alone, shared), (busy_alone, busy_shared) = engine.now.tolist(), engine.busy.tolist()
+        (one_by_one, shared), (busy_one_by_one, busy_shared) = engine.now.tolist(), engine.busy.tolist()
         return cls(
-            seconds=(alone, shared),
-            busy=(busy_alone, busy_shared),
+            seconds=(one_by_one, shared),
+            busy=(busy_one_by_one, busy_shared),
             answers=engine.answers,
             sums=engine.sums,
             stats=engine.engine.scheduler.stats,
@@ -90,12 +90,12 @@ def replay(
 
 def clocks_of(load: Load) -> tuple[int, ...]:
     """The clocks by which a load is to be replayed."""
-    return (SHARED,) if load.concurrency is not None else (SHARED, ALONE)
+    return (SHARED,) if load.concurrency is not None else (SHARED, ONE_BY_ONE)
 
 
 def replay_of(load: Load, size: EngineSize, outcomes: list[Outcome]) -> Replay:
     """The result of a load. outcomes: of the engines, one for each of `clocks_of`."""
-    shared, alone = outcomes[0], outcomes[-1]
+    shared, one_by_one = outcomes[0], outcomes[-1]
     return Replay(
         name=load.name,
         concurrency=size.max_num_seqs if load.concurrency is None else load.concurrency,
@@ -104,11 +104,11 @@ def replay_of(load: Load, size: EngineSize, outcomes: list[Outcome]) -> Replay:
         num_requests=shared.answers.num_requests,
         num_output_tokens=shared.answers.num_tokens,
         hit_rate=shared.stats.prefix_cache_hits / max(1, shared.stats.prefix_cache_queries),
-        tpot_ms=alone.tpot_ms(ALONE),
+        tpot_ms=one_by_one.tpot_ms(ONE_BY_ONE),
         shared_tpot_ms=shared.tpot_ms(SHARED),
-        ttft_ms=alone.ttft_ms(ALONE),
+        ttft_ms=one_by_one.ttft_ms(ONE_BY_ONE),
         shared_ttft_ms=shared.ttft_ms(SHARED),
-        tokens_per_s=alone.tokens_per_s(ALONE),
+        tokens_per_s=one_by_one.tokens_per_s(ONE_BY_ONE),
         shared_tokens_per_s=shared.tokens_per_s(SHARED),
         num_decode_steps=int(shared.sums.decode_steps),
         kv_bytes=shared.sums.kv_bytes,

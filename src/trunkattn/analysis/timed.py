@@ -13,7 +13,7 @@ from trunkattn.analysis.simulated import Ends, EngineSize, Job, SimulatedEngine,
 from trunkattn.analysis.tables import BlockTable
 from trunkattn.analysis.timeline import Album, Sums, Timeline
 
-ALONE: Final = 0  # the clock of an engine without sharing
+ONE_BY_ONE: Final = 0  # the clock of an engine in which each request reads its own KV
 SHARED: Final = 1  # the clock of an engine with sharing
 _PRICE_AGAIN: Final = 0.04  # a change of this share in sequences or tokens makes a new price necessary
 _SECONDS: Final = 1e-6  # in a µs
@@ -39,7 +39,7 @@ class _Priced(NamedTuple):
 
 
 class _StepTimes(NamedTuple):
-    """µs of some steps. attention, whole: [clocks, steps], of attention alone, and of the whole steps."""
+    """µs of some steps [clocks, steps]. attention: of their attention. whole: of the whole steps."""
 
     attention: NDArray[np.float64]
     whole: NDArray[np.float64]
@@ -162,7 +162,7 @@ class TimedEngine:
             other_us += self._prices.prompt_attention_us(pairs)
         attention = np.zeros((2, steps.count))
         if steps.decoding:
-            attention[ALONE], attention[SHARED] = self._attention(steps)
+            attention[ONE_BY_ONE], attention[SHARED] = self._attention(steps)
         return _StepTimes(attention, attention + other_us)
 
     def _attention(self, steps: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -195,11 +195,11 @@ class TimedEngine:
             decode_steps=count if steps.decoding else 0,
             decoding=steps.decoding * count,
             waiting=len(self.engine.scheduler.waiting) * count,
-            kv_bytes=int(steps.tokens[:count].sum()) * token_bytes * shares[ALONE],
+            kv_bytes=int(steps.tokens[:count].sum()) * token_bytes * shares[ONE_BY_ONE],
             unique_kv_bytes=int(steps.unique_tokens[:count].sum()) * token_bytes * shares[SHARED],
-            attention_us=float(attention_us[ALONE]),
+            attention_us=float(attention_us[ONE_BY_ONE]),
             shared_attention_us=float(attention_us[SHARED]),
-            step_us=float(whole_us[ALONE]),
+            step_us=float(whole_us[ONE_BY_ONE]),
             shared_step_us=float(whole_us[SHARED]),
             prompt_tokens=stats.prefix_cache_queries - self._looked_up,
             cached_tokens=stats.prefix_cache_hits - self._found,

@@ -62,7 +62,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
         f"{prices.shape.name} runs on {cards}{prices.card.model.name} with a KV cache of {size.num_pages:,} pages of "
         f"{size.page_size} tokens, at most {size.max_num_seqs} sequences at once where requests come by time, and "
         f"{size.max_num_batched_tokens:,} tokens a step ({size.scheduler_policy}).",
-        _alone(prices),
+        _one_by_one(prices),
         *rates(prices),
         "Requests that come by time are replayed twice, since an engine that is slower has more of them at once; in a "
         "closed loop both run the same steps.",
@@ -88,7 +88,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
     return said
 
 
-def _alone(prices: Prices) -> str:
+def _one_by_one(prices: Prices) -> str:
     """What computes attention one by one."""
     if prices.shape.latent_dim is not None:
         return "One by one is this library's kernel without sharing; all else of a step is the same in both."

@@ -114,7 +114,7 @@ class GpuPlan(Packed):
         return replace(self, launches=decodes, chunks=None)
 
     @cached_property
-    def chunks_alone(self) -> "GpuPlan":
+    def only_chunks(self) -> "GpuPlan":
         """A plan in the same arrays, with only the launch that computes prompt chunks."""
         return replace(self, launches=tuple(each for each in self.launches if each.work in (Work.PREFILL, Work.BOTH)))
 

@@ -58,8 +58,10 @@ class Overlap:
         """Predicted times of the chunks: the time of all their arithmetic or of the longest work item, whichever is
         more, and the time of their reads."""
         flops, num_bytes = work.pairs * self.flops_per_pair, work.kv_tokens * self._token_bytes
-        alone_ns = max(flops // self.times.flops_per_ns, self._longest_ns(work))
-        return ChunkTimes(alone_ns, num_bytes * 1000 // self.rule.bytes_per_us * self.times.reads_percent // 100)
+        without_decodes_ns = max(flops // self.times.flops_per_ns, self._longest_ns(work))
+        return ChunkTimes(
+            without_decodes_ns, num_bytes * 1000 // self.rule.bytes_per_us * self.times.reads_percent // 100
+        )
 
     @property
     def _token_bytes(self) -> int:
@@ -81,7 +83,7 @@ class Overlap:
     def is_worth_for(self, chunks: StepTables, other_kv_tokens: int | None) -> bool:
         """Whether to overlap these chunks with decodes that are planned on the device. other_kv_tokens: an upper bound
         of the decodes' KV tokens; None: unknown."""
-        chunks_ns = self.chunk_times(self.work_of(chunks)).alone_ns
+        chunks_ns = self.chunk_times(self.work_of(chunks)).without_decodes_ns
         if self.forced or other_kv_tokens is None:
             return self.forced or chunks_ns >= _CHUNKS_WORTH_NS
         decodes_ns = other_kv_tokens * self._token_bytes * 1000 // self.rule.bytes_per_us

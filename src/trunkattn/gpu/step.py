@@ -117,7 +117,7 @@ class GpuStep:
             return replace(self, gpu_plan=self.gpu_plan.without_chunks()) if self.gpu_plan.chunks else self
         is_all = self.tiles.kv_tokens is not None and self.chunks is not None and self.num_decodes == 0
         # chunks that the host plans may be cut, and then the launches of tiles merge their partials
-        return replace(self, gpu_plan=self.gpu_plan.chunks_alone) if is_all else None
+        return replace(self, gpu_plan=self.gpu_plan.only_chunks) if is_all else None
 
     @property
     def counters(self) -> Counters:

@@ -90,7 +90,7 @@ def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: Ste
     chunk_times = overlap.chunk_times(work)
     candidates = overlap_candidates(tilings, numbers, times, rule.group_size)
     low, overlapped = overlap.best_of(step, candidates, chunk_times)
-    serial_ns = chunk_times.alone_ns + times[fastest]
+    serial_ns = chunk_times.without_decodes_ns + times[fastest]
     is_worth = overlap.is_worth(overlapped.total_ns, serial_ns)
     return StepChoice(
         rule=rule,

@@ -61,8 +61,8 @@ def chat_of(messages: Any, tools: Any = None) -> Chat:
     return Chat(messages, tools if isinstance(tools, list) else ())
 
 
-def length_alone(name: str, value: Any) -> Hashes:
-    """A prompt of which only the length is known."""
+def prompt_of_length(name: str, value: Any) -> Hashes:
+    """A prompt of which only the length is known: it shares nothing."""
     return Hashes(np.zeros(0, dtype=np.int64), NO_BLOCKS, integer(name, value, 1))
 
 

@@ -13,7 +13,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
     require,
 )
-from trunkattn.analysis.formats.bodies import length_alone
+from trunkattn.analysis.formats.bodies import prompt_of_length
 
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -29,7 +29,7 @@ def parse(line: Line) -> Iterator[Entry]:
     require(fields, *COLUMNS)
     num_output_tokens = integer("Response tokens", fields["Response tokens"], 0)
     if num_output_tokens:
-        prompt = length_alone("Request tokens", fields["Request tokens"])
+        prompt = prompt_of_length("Request tokens", fields["Request tokens"])
         arrival = epoch_seconds("Timestamp", fields["Timestamp"])
         session, model = optional_text(fields, "Session ID"), optional_text(fields, "Model")
         yield Entry(line.number, prompt, arrival, prompt.num_tokens, num_output_tokens, session=session, model=model)

@@ -19,7 +19,7 @@ from trunkattn.analysis.formats.base import (
     optional_integer,
     optional_text,
 )
-from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
+from trunkattn.analysis.formats.bodies import num_answers_of, prompt_of_length, prompts_of
 from trunkattn.analysis.formats.calls import Calls, each_call
 from trunkattn.analysis.records import SkippedLine
 
@@ -102,7 +102,7 @@ def _prompt(value: Any, parameters: Any, num_tokens: int | None) -> Prompt:
         return value
     if num_tokens is None:
         raise ValueError("input missing: expected messages or a text, or usage_details with the number of input tokens")
-    return length_alone("usage_details.input", num_tokens)
+    return prompt_of_length("usage_details.input", num_tokens)
 
 
 FORMAT = Format("langfuse", "Langfuse observations", recognises, each_call(_generations))

@@ -15,7 +15,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
     require,
 )
-from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, outcome_of, prompts_of
+from trunkattn.analysis.formats.bodies import num_answers_of, outcome_of, prompt_of_length, prompts_of
 from trunkattn.analysis.formats.calls import Calls, each_call
 
 # What stands for messages that LiteLLM was told to leave out of its logs. All would seem to be the same prompt.
@@ -65,7 +65,7 @@ def _prompt(fields: Fields, parameters: Fields) -> Prompt:
             return prompts_of({"tools": parameters.get("tools"), **messages})[0]
         return prompts_of({name: messages, "tools": parameters.get("tools")})[0]
     require(fields, "prompt_tokens")
-    return length_alone("prompt_tokens", fields["prompt_tokens"])
+    return prompt_of_length("prompt_tokens", fields["prompt_tokens"])
 
 
 FORMAT = Format("litellm", "LiteLLM log", recognises, each_call(_requests))

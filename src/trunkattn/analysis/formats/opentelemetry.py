@@ -20,7 +20,7 @@ from trunkattn.analysis.formats.base import (
     integer,
     optional_text,
 )
-from trunkattn.analysis.formats.bodies import chat_of, length_alone, prompts_of
+from trunkattn.analysis.formats.bodies import chat_of, prompt_of_length, prompts_of
 from trunkattn.analysis.formats.calls import Calls, each_call
 from trunkattn.analysis.records import SkippedLine
 
@@ -182,7 +182,7 @@ def _prompt(attributes: Fields, num_tokens: int | None) -> Prompt:
         return messages
     if num_tokens is None:
         raise ValueError("gen_ai.input.messages missing: expected it, or gen_ai.usage.input_tokens")
-    return length_alone("gen_ai.usage.input_tokens", num_tokens)
+    return prompt_of_length("gen_ai.usage.input_tokens", num_tokens)
 
 
 def _numbered(attributes: Fields) -> list[dict[str, Any]]:

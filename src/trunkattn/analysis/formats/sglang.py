@@ -18,7 +18,7 @@ from trunkattn.analysis.formats.base import (
     require,
     seconds,
 )
-from trunkattn.analysis.formats.bodies import length_alone, num_answers_of, prompts_of
+from trunkattn.analysis.formats.bodies import num_answers_of, prompt_of_length, prompts_of
 from trunkattn.analysis.records import SkippedLine
 
 RECEIVED, FINISHED = "request.received", "request.finished"
@@ -119,7 +119,7 @@ def _prompts(request: _Request) -> list[Prompt]:
         count = first(_meta(request.out), "prompt_tokens")
         if count is None:
             raise ValueError("obj has neither text nor input_ids: start SGLang with --log-requests-level 3")
-        return [length_alone("prompt_tokens", count)]
+        return [prompt_of_length("prompt_tokens", count)]
     value = fields[chosen]
     cut = value[CUT : CUT + len(DOTS)] if isinstance(value, str) and len(value) == 2 * CUT + len(DOTS) else value
     if cut == DOTS or (isinstance(value, list) and DOTS in value):

@@ -42,11 +42,11 @@ class OverlapCosts(NamedTuple):
 class ChunkTimes(NamedTuple):
     """Predicted times of the prompt chunks of a step.
 
-    alone_ns: time without any decodes.
+    without_decodes_ns: time if nothing decodes beside them.
     reads_ns: time to read the chunks' keys and values from memory, for which decodes wait.
     """
 
-    alone_ns: int
+    without_decodes_ns: int
     reads_ns: int
 
 
@@ -112,14 +112,14 @@ def choose_overlap(items, num_slots, chunks, overlap, stage, tile_index, costs):
     number, profile = len(items), _profile(items, overlap)
     until_ns = profile.until_ns + chunks.reads_ns
     wide = profile.is_wide[number - 1]
-    chunks_end_ns = chunks.alone_ns * 100 // overlap.chunk_percent[wide]
+    chunks_end_ns = chunks.without_decodes_ns * 100 // overlap.chunk_percent[wide]
     fitting = np.searchsorted(until_ns, chunks_end_ns * overlap.decode_percent[wide] // 100, side="right")
     rounds = fitting * overlap.num_kv_heads // overlap.num_sms
     best = Overlapped(np.int64(0), np.int64(0))
     for count in (number, _items_of(rounds, overlap), _items_of(rounds + 1, overlap)):
         if count <= 0 or count > number:
             continue
-        total_ns = _both_ns(chunks.alone_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
+        total_ns = _both_ns(chunks.without_decodes_ns, until_ns[count - 1], overlap, profile.is_wide[count - 1])
         if count < number:
             left = profile.blocks[count:]
             total_ns += stage_ns(
