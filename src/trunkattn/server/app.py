@@ -78,11 +78,24 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     live.bind(loop)
     metrics.watch(llm.engine, lambda: loop.num_waiting)
     service = Service(llm, loop, options, metrics)
+    app = FastAPI(title="TrunkAttention", lifespan=_lifespan(service), openapi_url=None, redirect_slashes=False)
+    app.state.service, app.state.live, app.state.ending = service, live, asyncio.Event()
+    add_handlers(app)
+    _add_model_paths(app, service)
+    _add_text_paths(app, service)
+    _add_watch_paths(app, service, live)
+    _add_middleware(app, options, metrics)
+    return app
+
+
+def _lifespan(service: Service) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """What FastAPI enters when the application starts: the engine's thread runs, and the log reports, until it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop = service.loop
         loop.start()
-        reporting = asyncio.ensure_future(report(llm.engine, lambda: loop.num_waiting))
+        reporting = asyncio.ensure_future(report(loop.engine, lambda: loop.num_waiting))
         try:
             yield
         finally:
@@ -90,12 +103,11 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
             await asyncio.to_thread(loop.stop)
             service.close()
 
-    app = FastAPI(title="TrunkAttention", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.service, app.state.live, app.state.ending = service, live, asyncio.Event()
-    add_handlers(app)
-    _add_model_paths(app, service)
-    _add_text_paths(app, service)
-    _add_watch_paths(app, service, live)
+    return lifespan
+
+
+def _add_middleware(app: FastAPI, options: ServerOptions, metrics: Metrics) -> None:
+    """Adds what stands before the endpoints. The last one that is added sees a request first."""
     app.add_middleware(LimitBody, max_bytes=options.max_body_bytes)
     app.add_middleware(RequireKey, api_keys=options.api_keys)
     app.add_middleware(AnswerErrors)
@@ -111,7 +123,6 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     app.add_middleware(ReadTarget)
     app.add_middleware(CountRequests, metrics=metrics, routes=app.routes)
     app.add_middleware(ReadRest, ending=app.state.ending)
-    return app
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:

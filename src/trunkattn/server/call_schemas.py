@@ -30,18 +30,24 @@ def calls_schema(tools: Sequence[Tool], only_one: bool, pause: Pause = no_pause)
     return {**schema, "maxItems": 1} if only_one else schema
 
 
-def told_of_tools(message: str, names: Sequence[str]) -> str:
-    """A message about `calls_schema` whose places are those in the parameters of tools, which have these names."""
+def about_tools(message: str, names: Sequence[str]) -> str:
+    """Rewrites a message about `calls_schema`, so that it names places in the parameters of the tools. names: of the
+    tools."""
     return _PLACE.sub(lambda found: f"{names[int(found[1])]}.parameters", message)
 
 
 def rerooted(schema: Mapping[str, Any], root: str, pause: Pause = no_pause) -> dict[str, Any]:
-    """A copy of a schema that stands at `root` of another one: its references lead to the same places. Those within a
-    part that has an `$id` lead from that part anyway. pause: called at every mapping and list."""
+    """A copy of a schema for a place within another schema, with its references rewritten so that they lead to the same
+    parts as before. References within a part with an `$id` start at that part and stay as they are.
+
+    Args:
+        schema: the schema.
+        root: the place, as a JSON pointer that begins with "#".
+        pause: called at every mapping and list.
+    """
     whole: dict[str, Any] = {}
-    waiting: list[tuple[Any, Any, bool]] = [
-        (schema, whole, False)
-    ]  # what to copy, into what, and whether keys are names
+    # what to copy, where to, and whether its keys are names that the schema's author chose
+    waiting: list[tuple[Any, Any, bool]] = [(schema, whole, False)]
     while waiting:
         pause()
         source, target, has_names = waiting.pop()
@@ -62,6 +68,7 @@ def rerooted(schema: Mapping[str, Any], root: str, pause: Pause = no_pause) -> d
 
 
 def _has_own_root(part: Mapping[str, Any]) -> bool:
-    """Whether references within a part of a schema lead from it. An `$id` that is only a fragment is a name in it."""
+    """Whether references within a part of a schema start at the part. An `$id` that is only a fragment does not move
+    their start: it is a name."""
     name = part.get("$id")
     return isinstance(name, str) and not name.startswith("#")

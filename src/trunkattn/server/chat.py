@@ -9,10 +9,10 @@ from typing import Any
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
-from trunkattn.server.call_schemas import calls_schema, told_of_tools
+from trunkattn.server.call_schemas import about_tools, calls_schema
 from trunkattn.server.conversation import Conversation
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.errors import BadRequest, told_as
+from trunkattn.server.errors import BadRequest, about_field
 from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Pause
 from trunkattn.server.limits import LIMITS
@@ -30,7 +30,7 @@ class Chat:
     Args:
         service: the model.
         body: the request.
-        caller: whose it is.
+        caller: the client that sent it.
     """
 
     def __init__(self, service: Service, body: ChatCompletionRequest, caller: Caller) -> None:
@@ -53,14 +53,14 @@ class Chat:
             Conversation.of(body, has_tools=self._may_call),
             self._caller.num_bytes,
             truncates=params.truncate_prompt_tokens is not None,
-            tools_may_be_hidden=self._calls_are_forced or body.structured_outputs is not None,  # which may be of calls
+            tools_may_be_hidden=self._calls_are_forced or body.structured_outputs is not None,  # it may describe calls
         )
-        with told_as(self._form, reword=self._places_in_tools):
+        with about_field(self._form, reword=self._places_in_tools):
             return [await service.submission("messages", token_ids, params, self._caller)]
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
-        with told_as(self._form):
+        with about_field(self._form):
             outputs = await self._service.finished(submissions, self.id)
         places = num_places(outputs[0], with_prompt=self._body.return_token_ids)
         return await self._service.render(places, lambda pause: self._response(outputs, pause))
@@ -71,7 +71,7 @@ class Chat:
             parsed = self._parse(answer.text)
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
             if parsed.calls:
-                message |= {"content": parsed.content or None, "tool_calls": self._told(parsed)}
+                message |= {"content": parsed.content or None, "tool_calls": self._calls_with_ids(parsed)}
             logprobs: dict[str, Any] | None = None
             if answer.logprobs is not None:
                 logprobs = {"content": _logprobs(answer, 0, self._num_top, pause) or [], "refusal": None}
@@ -83,7 +83,7 @@ class Chat:
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
         writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
-        with told_as(self._form):
+        with about_field(self._form):
             async for grown in self._service.grow(submissions, self.id):
                 newest = [grown.output]
                 work = partial(self._events, grown.output, progress, writer)
@@ -96,7 +96,7 @@ class Chat:
 
     @property
     def _form(self) -> str:
-        """The field that says what form the answer has."""
+        """The field of the request that determines the form of the answer."""
         if self._calls_are_forced:
             return "tools"
         return field_of_form(self._body)
@@ -104,21 +104,21 @@ class Chat:
     def _events(
         self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, pause: Pause
     ) -> list[str]:
-        """Events of what is new of an output."""
+        """Events with the new parts of an output."""
         events = []
         for answer in output.outputs:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
                 first = self._chunk(answer, {"role": "assistant", "content": ""}) | self._prompt_ids(output)
                 events.append(writer.event(first | usage_so_far([output], self._options), pause))
-            if progress[answer.index].ended:  # all of it is told, and to parse it again takes time in every step
+            if progress[answer.index].ended:  # all of it was sent; parsing it again in every step would take time
                 continue
             for chunk in self._chunks(answer, progress[answer.index], pause):
                 events.append(writer.event(chunk | usage_so_far([output], self._options), pause))
         return events
 
     def _chunks(self, answer: CompletionOutput, sent: Progress, pause: Pause) -> list[dict[str, Any]]:
-        """What is new of an answer. A tool call is sent when it is complete."""
+        """Chunks with the new parts of an answer. A tool call is sent when it is complete."""
         ended = answer.finish_reason is not None
         parsed = self._parse(answer.text) if ended else ParsedAnswer(self._visible(answer.text))
         text, first_token = sent.advance(answer, parsed.content)
@@ -129,13 +129,14 @@ class Chat:
             chunks.append(self._chunk(answer, {"content": text}, logprobs, token_ids))
         if sent.just_ended:
             if parsed.calls:
-                calls = [{"index": number, **call} for number, call in enumerate(self._told(parsed))]
+                calls = [{"index": number, **call} for number, call in enumerate(self._calls_with_ids(parsed))]
                 chunks.append(self._chunk(answer, {"tool_calls": calls}))
             chunks.append(self._chunk(answer, {}, ending=_ending(answer, bool(parsed.calls))))
         return chunks
 
     def _changes(self, forced: StructuredOutputsParams | None) -> dict[str, Any]:
-        """Sampling parameters whose names or shapes differ from the body's. forced: the form of calls."""
+        """Sampling parameters that are not fields of the body under the same name and in the same shape. forced: the
+        form of an answer that must be tool calls; None: it need not."""
         body = self._body
         changes: dict[str, Any] = {"max_tokens": self._max_tokens()}
         if body.top_logprobs and not body.logprobs:
@@ -163,7 +164,8 @@ class Chat:
         return most
 
     def _forced_calls(self, pause: Pause) -> StructuredOutputsParams | None:
-        """The grammar of a JSON list of calls, if the request forces one. pause: called within its schemas."""
+        """The form of an answer that must be a JSON list of tool calls; None unless the request forces calls. pause:
+        called within the schemas of the tools."""
         choice, tools = self._body.tool_choice, self._body.tools or []
         if choice in ("auto", "required") and not tools:
             raise BadRequest(f"tool_choice={choice!r}: expected tools together with it", "tool_choice")
@@ -188,8 +190,8 @@ class Chat:
         return [tool for tool in tools if name is None or tool.function.name == name]
 
     def _places_in_tools(self, message: str) -> str:
-        """A message about the form of calls, as one about the tools."""
-        return told_of_tools(message, [tool.function.name for tool in self._callable()])
+        """Rewrites a message about the form of calls as one about the tools."""
+        return about_tools(message, [tool.function.name for tool in self._callable()])
 
     def _visible(self, text: str) -> str:
         if self._calls_are_forced:
@@ -204,7 +206,7 @@ class Chat:
             return replace(parsed, calls=parsed.calls[:1])
         return parsed
 
-    def _told(self, parsed: ParsedAnswer) -> list[dict[str, Any]]:
+    def _calls_with_ids(self, parsed: ParsedAnswer) -> list[dict[str, Any]]:
         """The calls of an answer, each with an id."""
         return [call.as_json(new_call_id(self._service.options.tool_call_parser)) for call in parsed.calls]
 
@@ -239,8 +241,8 @@ def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:
 
 
 def _logprobs(answer: CompletionOutput, first_token: int, num_top: int, pause: Pause) -> Written | None:
-    """Log-probabilities of tokens from `first_token` on, and of the `num_top` most likely ones in each one's place: a
-    list as JSON; None if there are none. pause: called at every token."""
+    """A JSON list with the log-probabilities of the tokens from `first_token` on, each with those of the `num_top` most
+    likely tokens in its place. None if there are none. pause: called at every token."""
     new = range(first_token, len(answer.token_ids))
     if answer.logprobs is None or not new:
         return None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.errors import BadRequest, told_as
+from trunkattn.server.errors import BadRequest, about_field
 from trunkattn.server.forms import field_of_form
 from trunkattn.server.lanes import Pause
 from trunkattn.server.protocol import CompletionRequest, StreamOptions
@@ -20,7 +20,7 @@ from trunkattn.server.usage import usage_of, usage_so_far
 
 class Piece(NamedTuple):
     """New text of an answer, the number of its first token, where its tokens begin in the text, and whether nothing of
-    the answer has been told."""
+    the answer has been sent."""
 
     text: str
     first_token: int
@@ -34,7 +34,7 @@ class Completion:
     Args:
         service: the model.
         body: the request.
-        caller: whose it is.
+        caller: the client that sent it.
     """
 
     def __init__(self, service: Service, body: CompletionRequest, caller: Caller) -> None:
@@ -57,7 +57,7 @@ class Completion:
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
             token_ids = await self._tokens(prompt, name, params.truncate_prompt_tokens is not None)
-            with told_as(field_of_form(body)):
+            with about_field(field_of_form(body)):
                 submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
             checked.append(submission)
             if body.echo:
@@ -90,7 +90,7 @@ class Completion:
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
-        with told_as(field_of_form(self._body)):
+        with about_field(field_of_form(self._body)):
             outputs = await self._service.finished(submissions, self.id)
 
         def response(pause: Pause) -> str:
@@ -110,13 +110,13 @@ class Completion:
         """The response as server-sent events."""
         writer, newest = StreamWriter(), dict[int, RequestOutput]()
         progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
-        with told_as(field_of_form(self._body)):
+        with about_field(field_of_form(self._body)):
             async for grown in self._service.grow(submissions, self.id):
                 output = newest[grown.prompt] = grown.output
-                told = progress[grown.prompt]
+                sent = progress[grown.prompt]
                 usage = usage_so_far(list(newest.values()), self._options)
-                work = partial(self._events, grown.prompt, output, told, usage, writer)
-                places = num_places(output, told.values(), self._body.return_token_ids)
+                work = partial(self._events, grown.prompt, output, sent, usage, writer)
+                places = num_places(output, sent.values(), self._body.return_token_ids)
                 for event in await self._service.render(places, work):
                     yield event
         if self._options.include_usage:

@@ -47,7 +47,7 @@ class Submission:
     Attributes:
         checked: what `Engine.check_request` has made of it.
         cache_salt: only requests of equal salt share cached prefixes.
-        tenant: whose it is; only this one sees it on the live page. None: everybody's.
+        tenant: only this tenant sees it on the live page; None: everybody does.
         arrival_time: when it came, on the monotonic clock; None: when it is submitted.
         num_logprobs: log-probabilities that its output may have.
         form_seconds: the part of a step that the form of its answers takes.

@@ -67,8 +67,8 @@ def param_of(message: str) -> str | None:
 
 
 def failure(error: BaseException) -> JSONResponse:
-    """The response for an error: 400 and its kin for what the client did wrong, 503 where another try may help, and 500
-    for everything else, which is the server's fault."""
+    """The response for an error: a status from 400 on if the request is wrong, 503 if another try may help, and 500 for
+    everything else, which is the server's fault."""
     match error:
         case BadRequest():
             return error_response(error.status, str(error), error.param, error.code)
@@ -86,8 +86,9 @@ def failure(error: BaseException) -> JSONResponse:
 
 @contextmanager
 def bad_request(field: str = "") -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the request. It is only for checks of a request:
-    the same errors elsewhere are the server's. field: the one that the names belong to."""
+    """Context in which the library's errors `name=value: expected ...` become errors of the request. It is only for
+    checks of a request, because elsewhere such an error is the server's fault. field: the field of the request that
+    contains the named ones, or "" if they stand at the top."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -97,11 +98,16 @@ def bad_request(field: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def told_as(
+def about_field(
     field: str, name: str = "structured_outputs", reword: Callable[[str], str] = lambda message: message
 ) -> Iterator[None]:
-    """Calls a field in errors as the request does. name: what the library calls it. reword: changes more of their
-    messages."""
+    """Context in which errors of the request call a field by the request's own name.
+
+    Args:
+        field: the request's name for it.
+        name: the library's name for it.
+        reword: makes further changes to the message.
+    """
     try:
         yield
     except BadRequest as error:

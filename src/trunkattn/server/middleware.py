@@ -35,13 +35,15 @@ _DRAIN_SECONDS: Final = 10.0
 
 
 class ReadRest:
-    """Reads what is left of a body before an answer begins, or a connection that is to be closed ends with a reset, and
-    a client that still sends does not see the answer. What a client sends only when it is asked to, or too slowly, is
-    not waited for. Whatever has not arrived when the server ends gets 503.
+    """Reads the rest of a request's body before the answer begins.
+
+    If the server closed a connection on which a client still sends, the client would see a reset and not the answer. A
+    body is not waited for if the client sends it only when asked to (Expect: 100-continue), or sends it too slowly. A
+    request whose body has not arrived when the server ends gets 503.
 
     Args:
-        app: what is behind it.
-        ending: is set when the server ends its answers.
+        app: the application behind it.
+        ending: set when the server ends its answers.
     """
 
     def __init__(self, app: ASGIApp, ending: asyncio.Event) -> None:
@@ -83,8 +85,8 @@ class ReadRest:
 
 
 class CountRequests:
-    """Counts every request by its route and status. All paths of one route count as one, and so do those that do not
-    exist, or anybody could fill the memory with them."""
+    """Counts every request by its route and status. Paths that do not exist count as one route, so that nobody can fill
+    the memory with them."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
@@ -101,15 +103,15 @@ class CountRequests:
         await self._app(scope, receive, count)
 
     def _route(self, scope: Scope) -> str:
-        """The form of a path, such as /v1/models/{name}."""
-        asked = {**scope, "root_path": ""}  # which a mounted folder sets to its own name
+        """The route of a request, such as /v1/models/{name}."""
+        asked = {**scope, "root_path": ""}  # a mounted folder sets root_path to its own name
         found = (route for route in self._routes if route.matches(asked)[0] is not Match.NONE)
         return next((route.path_format for route in found if isinstance(route, Route | Mount)), "other")
 
 
 class AnswerErrors:
-    """Answers what an endpoint did not expect with 500. It stands behind the headers for pages of other origins, which
-    could not read the error without them."""
+    """Answers 500 if an endpoint raises an unexpected error. The CORS headers are added to this answer too, because a
+    page of another origin could not read it otherwise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -133,15 +135,16 @@ class AnswerErrors:
 
 
 class ReadTarget:
-    """Reads targets that are no path (RFC 9112, section 3.2): of `http://host/path`, which clients send to a proxy, it
-    takes the path and the host, and it answers `OPTIONS *` for the whole server. Other versions than HTTP/1 get 505."""
+    """Handles request targets that are not paths (RFC 9112, section 3.2). From `http://host/path`, which clients send
+    to a proxy, it takes host and path. It answers `OPTIONS *` for the whole server. Versions other than HTTP/1 get
+    505."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if scope["http_version"] not in ("1.0", "1.1"):  # HTTP/2 without TLS begins with a head of its own
+            if scope["http_version"] not in ("1.0", "1.1"):  # such as the preface of HTTP/2 without TLS
                 message = f"HTTP/{scope['http_version']}: expected HTTP/1.1"
                 return await error_response(505, message, headers={"Connection": "close"})(scope, receive, send)
             if (scope["method"], scope["path"]) == ("OPTIONS", "*"):
@@ -156,8 +159,8 @@ class ReadTarget:
 class CheckHost:
     """Answers 421 to a name that is not this server's, and 403 to pages of other origins.
 
-    A web page may point its own name at this machine; the browser then takes the page and the server for one origin.
-    Addresses are no names: nobody can point them elsewhere.
+    A web page may point its own name at this machine, and the browser then takes the page and the server for one origin
+    (DNS rebinding). Addresses are always accepted: nobody can point them elsewhere.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

@@ -68,7 +68,7 @@ _OTHER_FORMS: Final = (
     *("json_schema", "regex", "grammar", "ebnf", "structural_tag"),
 )
 _ONE_FORM: Final = "this server has one way to write a form; leave it out"
-# Fields of vLLM's requests that change an answer, or what is told of it, and that are not here
+# Fields of vLLM's requests that would change an answer or its response, and that this server does not have
 _OTHER_ANSWERS: Final = (
     *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text"),
     *("repetition_detection", "thinking_token_budget", "watermarking", "vllm_xargs"),

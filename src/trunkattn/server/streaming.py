@@ -18,9 +18,9 @@ _SLICE: Final = 1_024  # integers that are written by one call
 _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one place
 # Ends of lines to Unicode. Some clients divide a stream there, though only a line feed ends an event's line.
 _LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
-# No proxy is to keep a stream: nginx holds events back until its buffer is full, unless the second header forbids it.
+# Proxies must not hold events back, as nginx does until its buffer is full unless the second header forbids it.
 _STREAM_HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-LEAST_LOGPROB: Final = -9999.0  # what OpenAI and vLLM say for tokens that are all but impossible; JSON has no -Infinity
+LEAST_LOGPROB: Final = -9999.0  # of impossible tokens, as in OpenAI's and vLLM's responses: JSON has no -Infinity
 
 
 class TextOffsets:
@@ -32,15 +32,15 @@ class TextOffsets:
 
     def before(self, written: bytes) -> int:
         """Characters before a token that writes these bytes; the next token follows it."""
-        if written and not 0x80 <= written[0] < 0xC0:  # it goes on with no character that others have begun
+        if written and not 0x80 <= written[0] < 0xC0:  # it begins a character, so one that is incomplete stays so
             self._characters += len(self._decoder.decode(b"", final=True))
         at = self._characters
         self._characters += len(self._decoder.decode(written))
         return at
 
     def echoed(self, text: str, written: bytes) -> int:
-        """Characters before a token of an echoed prompt. Its text may lack what a token writes: a special token that
-        the tokenizer adds, a space before the first word, or the name of what is unknown to it."""
+        """Characters before a token of an echoed prompt. The prompt's text may lack what the token writes: a special
+        token that the tokenizer adds, a space before the first word, or the mark of an unknown token."""
         at, new = self._characters, self._decoder.decode(written)
         found = next((one for one in (new, new.removeprefix(" ")) if text.startswith(one, at)), None)
         if found is None:
@@ -65,12 +65,12 @@ class Progress:
     tokens: int = 0
     ended: bool = False
     just_ended: bool = False
-    begun: bool = False  # whether an event has told of it
+    begun: bool = False  # whether an event about it was sent
     offsets: TextOffsets = field(default_factory=TextOffsets)
 
     def advance(self, answer: CompletionOutput, text: str | None = None) -> tuple[str, int]:
-        """What is new: its text, and the number of its first token. text: what of the answer may be shown; None:
-        all."""
+        """Marks an answer as sent. Returns its new text, and the number of the first new token. text: the part of the
+        answer that may be shown; None: all of it."""
         text = answer.text if text is None else text
         first_token, at = self.tokens, self.characters
         new = text[at:]
@@ -80,24 +80,29 @@ class Progress:
         return new, first_token
 
 
-def num_places(output: RequestOutput, told: Collection[Progress] = (), with_prompt: bool = False) -> int:
-    """What is to be told of an output: tokens, with those that log-probabilities name. told: what has been, of each of
-    its answers; the prompt is told first. with_prompt: its token ids are."""
-    tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in told)
+def num_places(output: RequestOutput, sent: Collection[Progress] = (), with_prompt: bool = False) -> int:
+    """The size of what is still to be sent of an output: its tokens, and those that their log-probabilities name.
+
+    Args:
+        output: the output so far.
+        sent: what has been sent of each of its answers; empty if nothing has, and then the prompt counts too.
+        with_prompt: whether the token ids of the prompt are sent.
+    """
+    tokens = sum(len(answer.token_ids) for answer in output.outputs) - sum(one.tokens for one in sent)
     named = next((len(entry) for answer in output.outputs for entry in (answer.logprobs or ())[:1]), 0)
-    prompt = () if told else output.prompt_logprobs or ()
+    prompt = () if sent else output.prompt_logprobs or ()
     places = len(prompt) * (1 + max((len(entry or ()) for entry in prompt[-1:]), default=0)) + tokens * (1 + named)
-    return places + (len(output.prompt_token_ids) if with_prompt and not told else 0)
+    return places + (len(output.prompt_token_ids) if with_prompt and not sent else 0)
 
 
 class Written(str):
-    """JSON that is written already: one text in the place of small lists and mappings, among which Python looks for
-    garbage with every thread stopped."""
+    """JSON that is already written. One text stands for many small lists and mappings, each of which Python's garbage
+    collector would visit while every thread is stopped."""
 
 
 def write_json(value: Any, pause: Pause = no_pause, levels: int = _JSON_LEVELS) -> str:
-    """JSON of a response. Its upper levels are written item by item: one call for all of it would hold Python's lock
-    for as long as a long list takes."""
+    """The JSON of a response. The upper levels are written item by item, because a single call would hold Python's lock
+    for all of a long list."""
     pause()
     if isinstance(value, Written):
         return value
