@@ -1,4 +1,4 @@
-"""A form of answers as llguidance's grammar, and what is wrong with it before there is a model. No torch here."""
+"""The form of an answer as a grammar of llguidance, and the checks of it that need no model. No torch here."""
 
 import json
 from typing import Any, Final, NamedTuple
@@ -11,8 +11,8 @@ from trunkattn.names import install_command
 from trunkattn.validate import shown
 
 _LONGEST_REASON: Final = 300
-# Where only one text can follow, llguidance forces the tokens that the tokenizer makes of it, which are special tokens
-# where it is their name: an answer that must hold the name of end-of-sequence would end there.
+# If only one text can follow, llguidance forces the tokens that the tokenizer makes of it. A text that is the name of a
+# special token would become that token: an answer that must contain the name of end-of-sequence would end there.
 _EVERY_TOKEN: Final = '\n%llguidance {"no_forcing": true}'
 
 
@@ -28,8 +28,14 @@ def library() -> Any:
 
 
 class FormGrammar(NamedTuple):
-    """The one form that is given: its name among the parameters, its value there, the form as a grammar, and its JSON
-    schema as that has it, if it has one."""
+    """The form that a request asks for.
+
+    Attributes:
+        name: the parameter that gives it, such as "json" or "regex".
+        value: the value of that parameter.
+        grammar: the form as a grammar.
+        schema: the JSON schema that the grammar contains; None if it has none.
+    """
 
     name: str
     value: Any
@@ -37,7 +43,7 @@ class FormGrammar(NamedTuple):
     schema: Any = None
 
     def refusal(self, reason: str | None) -> str:
-        """The message that it cannot be compiled."""
+        """The message that the form cannot be compiled."""
         if reason is not None and self.schema is not None:
             reason = explain(self.schema, reason)
         return f"structured_outputs: {self.name}={shown(self.value)}: expected a valid {self.name}; {reason}"
@@ -48,7 +54,7 @@ def grammar_of(form: StructuredOutputsParams, limits: FormLimits) -> FormGrammar
 
     Raises:
         ImportError: llguidance is missing.
-        ValueError: the form is over a limit, or no JSON.
+        ValueError: the form is over a limit, or its schema is not JSON.
     """
     schema = None if form.json is None else _schema(form.json, limits)
     check_form(form, schema, limits)
@@ -73,12 +79,12 @@ def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
 
 
 def _quoted(text: str) -> str:
-    """A text in Lark's quotes. JSON has the same escapes, but leaves DEL as it is, which no text of Lark may hold."""
+    """A text in Lark's quotes. JSON has the same escapes, but it does not escape DEL, and Lark requires that."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
-    """Raises what `StructuredOutputs.start` would raise of a form, as far as no tokenizer is needed to see it."""
+    """Raises the errors of `StructuredOutputs.start` that can be found without a tokenizer."""
     found = grammar_of(form, limits)
     failure = library().LLMatcher.validate_grammar(found.grammar)
     if failure:
@@ -86,7 +92,7 @@ def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
 
 
 def reason_of(matcher: Any) -> str:
-    """What is wrong with a matcher, in one short line. llguidance adds its whole state."""
+    """The error of a matcher in one short line, without the state that llguidance appends."""
     return _short(matcher.get_error().partition("<state>")[0])
 
 

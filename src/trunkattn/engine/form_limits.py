@@ -189,20 +189,21 @@ def _names(part: Any) -> set[str]:
 
 
 def _references(schema: Any) -> dict[int, list[int]]:
-    """Each part of a schema that a reference names, and the whole -> the parts that references within it name. A part
-    stands for all its names, by the `id` that it has meanwhile."""
+    """The graph of references in a schema: its nodes are the whole schema and each part that a reference names, and its
+    edges lead to the parts that references within a node name. A node is the `id` of a part, because a part may have
+    several names."""
     named = {name: _at(schema, name) for name in _names(schema)}
     parts = {id(part): part for part in (schema, *named.values())}
     return {number: list({id(named[name]) for name in _names(part)}) for number, part in parts.items()}
 
 
 def _leads_away(reference: str) -> bool:
-    """Whether a reference is no path within its schema, but an anchor or an address."""
+    """Whether a reference is an anchor or an address, and not a path within its schema."""
     return reference != "#" and not reference.startswith("#/")
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """What a reference names; None if nothing is there."""
+    """The part of a schema that a reference names; None if there is none."""
     for step in unquote(pointer).removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):
@@ -234,7 +235,8 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
 
 
 def _schemas_within(grammar: str) -> Iterator[Any]:
-    """The JSON schemas of a grammar. What is no JSON is none: llguidance will refuse it, or it stands in a text."""
+    """The JSON schemas within a grammar. Whatever is not JSON is skipped: llguidance refuses it, or it is part of a
+    quoted text."""
     for found in _JSON_RULE.finditer(grammar):
         with suppress(ValueError, RecursionError):
             schema, _ = _DECODER.raw_decode(grammar, found.end())

@@ -1,5 +1,5 @@
-"""JSON schemas in the keywords that llguidance has: `not` and dynamic references, where others say exactly the same,
-and where the keywords stand that it has not.
+"""JSON schemas for llguidance, which lacks some keywords. `not` and dynamic references are rewritten where other
+keywords say exactly the same. Errors say where the remaining ones stand.
 
 Source: https://json-schema.org/draft/2020-12/json-schema-core, and -validation.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, Optional
 
 from trunkattn.validate import shown
 
-# Keywords whose values are schemas by names, and those whose values are data and no schemas.
+# Keywords whose values map names to schemas, and keywords whose values are data, not schemas.
 NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 DATA: Final = frozenset({"const", "enum", "default", "examples"})
 
@@ -23,7 +23,7 @@ _OF_PYTHON: Final = MappingProxyType(
     {type(None): "null", bool: "boolean", dict: "object", list: "array", str: "string", int: "number", float: "number"}
 )
 _DYNAMIC: Final = MappingProxyType({"$dynamicRef": "$ref", "$dynamicAnchor": "$anchor"})
-_EARLY: Final = re.compile(r"draft-0[34]")  # which know no `const`, and another `integer`
+_EARLY: Final = re.compile(r"draft-0[34]")  # drafts without `const`, in which `integer` means something else
 _MOST_PLACES: Final = 3
 _LONGEST_KEY: Final = 64  # characters of a key in a place
 _FAILED: Final = re.compile(r"failed to compile JSON schema: (.*?)(?: while processing .*| \d+ \| .*|$)")
@@ -38,7 +38,7 @@ _INSTEAD: Final = MappingProxyType(
 
 
 class Path(NamedTuple):
-    """Where a part of a schema stands: the path of what holds it, and its key there."""
+    """The place of a part of a schema: the path of the object or list that contains it, and its key there."""
 
     above: Optional["Path"]
     key: str | int
@@ -54,7 +54,7 @@ class Path(NamedTuple):
 
 def parts(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The schema and every part of it that is a schema, each with its place."""
-    waiting: list[tuple[Path, Any, bool]] = [(Path(None, "#"), schema, False)]  # and whether keys are names
+    waiting: list[tuple[Path, Any, bool]] = [(Path(None, "#"), schema, False)]  # the last: keys are names
     while waiting:
         path, value, has_names = waiting.pop()
         is_schema = isinstance(value, dict) and not has_names
@@ -70,15 +70,15 @@ def parts(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def rewrite(schema: Any) -> None:
-    """Writes in a schema what others say exactly in the place of `not` and of dynamic references. What no other keyword
-    says stays, and so does all in a schema of drafts 3 and 4, or with references into a `not`."""
+    """Replaces `not` and dynamic references in a schema by keywords that say exactly the same, if there are any. A
+    schema of drafts 3 and 4, or one with references into a `not`, stays as it is."""
     found = [part for _, part in parts(schema)]
     drafts = [str(part["$schema"]) for part in found if "$schema" in part]
     references = [part[name] for part in found for name in ("$ref", "$dynamicRef") if name in part]
     if any(map(_EARLY.search, drafts)) or "/not" in str(references):
         return
     for part in found:
-        if "not" in part and "$ref" not in part:  # drafts before 2019 read nothing beside a reference
+        if "not" in part and "$ref" not in part:  # drafts before 2019 ignore everything beside a reference
             _rewrite_not(part)
     has_both = any(dynamic in part and plain in part for part in found for dynamic, plain in _DYNAMIC.items())
     if not has_both and not any("$id" in part for part in found[1:]) and all("2020-12" in draft for draft in drafts):
@@ -88,7 +88,7 @@ def rewrite(schema: Any) -> None:
 
 
 def _rewrite_not(part: dict[str, Any]) -> None:
-    """`not` of a part as a shorter list of values or types, which may be empty."""
+    """Replaces `not` in a part by a shorter list of values or types, which may be empty."""
     given: Any = {} if part["not"] is True else part["not"]
     if given is False:
         del part["not"]
@@ -115,14 +115,14 @@ def _rewrite_not(part: dict[str, Any]) -> None:
 
 
 def _types(part: Mapping[str, Any]) -> list[str] | None:
-    """The types that a part names, all of them if it names none; None: they are no types."""
+    """The types that a part allows: all types if it names none. None if it names something that is not a type."""
     given = part.get("type", list(_TYPES))
     names = [given] if isinstance(given, str) else given
     return names if isinstance(names, list) and all(one in (*_TYPES, "integer") for one in names) else None
 
 
 def _values(part: Mapping[str, Any]) -> list[Any] | None:
-    """Values among which are all that a part allows; None: there is no end of these."""
+    """A list that contains every value that a part allows; None if there are infinitely many."""
     if "const" in part:
         return [part["const"]]
     if isinstance(part.get("enum"), list):
@@ -140,7 +140,7 @@ def _kinds(value: Any) -> set[str]:
 
 
 def _text(value: Any) -> str:
-    """The text that equal values of JSON have: 1 is 1.0, and the order of names is none."""
+    """A text that is the same for equal values of JSON: 1 equals 1.0, and the order of names does not matter."""
     return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
 
 
@@ -150,7 +150,8 @@ def _number(text: str) -> int | float:
 
 
 def _other_types(part: Mapping[str, Any], excluded: list[str]) -> list[str] | None:
-    """The types of a part without others. None: they are no types, or numbers without integers, which have no name."""
+    """The types of a part without the excluded ones. None if the part names something that is not a type, or if numbers
+    without integers remain, for which there is no name."""
     types = _types(part)
     if types is None or ("number" in types and "integer" in excluded and "number" not in excluded):
         return None
@@ -159,8 +160,8 @@ def _other_types(part: Mapping[str, Any], excluded: list[str]) -> list[str] | No
 
 
 def explain(schema: Any, reason: str) -> str:
-    """What llguidance says of a schema, without its grammar; of keywords that it has not, where they stand and what to
-    do."""
+    """Rewrites llguidance's error about a schema: without the grammar, and for keywords that llguidance lacks with
+    their places and what to write instead."""
     failed = _FAILED.search(reason)
     if failed is None:
         return reason
@@ -168,8 +169,8 @@ def explain(schema: Any, reason: str) -> str:
     names = json.loads(unknown[1]) if unknown else ["oneOf"] if failed[1].startswith("oneOf") else []
     if not names:
         return failed[1].replace("\\'", "'")
-    told = []
+    found = []
     for name in names:
         places = [str(path) for path, part in parts(schema) if name in part]
-        told.append(f"{name} at {shown(', '.join(places[:_MOST_PLACES]))}{', …' * (len(places) > _MOST_PLACES)}")
-    return f"{' and '.join(told)} cannot be compiled: {_INSTEAD.get(names[0], 'leave it out')}"
+        found.append(f"{name} at {shown(', '.join(places[:_MOST_PLACES]))}{', …' * (len(places) > _MOST_PLACES)}")
+    return f"{' and '.join(found)} cannot be compiled: {_INSTEAD.get(names[0], 'leave it out')}"

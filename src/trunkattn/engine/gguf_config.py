@@ -83,9 +83,9 @@ REQUIRED: Final = (
     ("attention.head_count",),
     ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
 )
-# Keys without which transformers' default, if its model has the field, would stand for what no file says.
+# Keys that must be there if transformers' model has the field: its default would be a guess.
 WITHOUT_DEFAULT: Final = ("attention.sliding_window", "expert_used_count")
-# The architecture whose window llama.cpp takes to be transformers' default where a file, as old ones do, names none.
+# The architecture for whose old files, which name no window, llama.cpp takes the same default as transformers.
 KNOWN_WINDOW: Final = "gemma2"
 ROPE_BASE, DEFAULT_ROPE_BASE = "rope.freq_base", 10_000.0
 SPECIAL_TOKENS: Final = "tokenizer.ggml."
@@ -97,7 +97,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
     """The configuration of the model in a file.
 
     Raises:
-        ValueError: naming the key that has no place, or whose value transformers' model cannot follow.
+        ValueError: naming a key that transformers' configuration has no field for, or whose value its model cannot
+            have.
     """
     _check_file(header)
     values = _by_transformers(header)
@@ -115,8 +116,8 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
 
 
 def _check_file(header: GgufHeader) -> None:
-    """Raises ValueError unless the file holds one whole model. Keys that are neither the architecture's, the
-    tokenizer's, of sampling nor these say where a file comes from."""
+    """Raises ValueError unless the file holds one whole model, and every key of its tokenizer and of sampling is known.
+    Other keys outside of the architecture only describe the file's origin."""
     gguf_sampling(header)
     kind, parts = header.keys.get("general.type", "model"), header.keys.get("split.count", 1)
     if kind != "model":
@@ -138,7 +139,8 @@ def _check_file(header: GgufHeader) -> None:
 
 
 def _by_transformers(header: GgufHeader) -> dict[str, Any]:
-    """transformers' reading of the header. It gets a file with the header's small keys and the tensors' names."""
+    """The configuration values that transformers reads from the header. It is given a small file with the header's
+    short keys and the names of the tensors."""
     from gguf import GGUFValueType, GGUFWriter
 
     with TemporaryDirectory() as folder:
@@ -171,7 +173,7 @@ def _vocab_size(header: GgufHeader) -> int:
 
 
 def _facts(header: GgufHeader) -> dict[str, Any]:
-    """The keys of the architecture. A list of equal values is that value."""
+    """The keys of the architecture. A list of equal values is replaced by that value."""
     return {
         key: value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
         for key, value in header.facts.items()
@@ -179,7 +181,7 @@ def _facts(header: GgufHeader) -> dict[str, Any]:
 
 
 def _defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp takes where a file leaves out a key."""
+    """The values that llama.cpp takes for keys that a file leaves out."""
     heads, width = facts.get("attention.head_count"), facts.get("embedding_length")
     if not isinstance(heads, int) or not isinstance(width, int) or not heads:
         return {ROPE_BASE: DEFAULT_ROPE_BASE}
@@ -188,7 +190,7 @@ def _defaults(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(header: GgufHeader, facts: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of the configuration as the file wants them."""
+    """The fields of the configuration that the file determines, with its values."""
     known, facts = known_fields(config), {**_defaults(facts), **facts}
     wanted = {
         field: value
@@ -217,7 +219,7 @@ def _rope_bases(config: PretrainedConfig) -> list[float]:
 
 
 def _has(config: PretrainedConfig, field: str, value: Any) -> bool:
-    """Whether a configuration has a value, as exactly as a file stores it."""
+    """Whether a field of a configuration has a value, up to the rounding of numbers in a file."""
     found = _rope_bases(config)[0] if field == "rope_theta" else getattr(config, field, None)
     if isinstance(value, float) and isinstance(found, int | float):
         return isclose(found, value, rel_tol=1e-6)

@@ -1,6 +1,6 @@
-"""How a GGUF file says that its model's tokens are to be drawn, which a folder says in its generation_config.json.
+"""The sampling parameters in a GGUF file, which a Hugging Face folder has in its generation_config.json.
 
-llama.cpp's converter takes these keys from that file, and llama.cpp draws by them where a request says nothing else.
+llama.cpp's converter copies them from there, and llama.cpp uses them unless a request has its own.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/metadata.py
 """
@@ -13,23 +13,23 @@ from trunkattn.engine.gguf_header import GgufHeader
 from trunkattn.engine.sampling_params import default_sampling_params
 
 PREFIX: Final = "general.sampling."
-# A key -> transformers' name of the same.
+# A key -> the name that transformers has for it.
 FIELDS: Final[Mapping[str, str]] = MappingProxyType(
     {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 )
-# Keys of what nothing here follows -> the values that change nothing.
+# Keys of parameters that do not exist here -> the values that change nothing.
 NEUTRAL: Final[Mapping[str, tuple[float, ...]]] = MappingProxyType(
     {"penalty_repeat": (1.0,), "xtc_probability": (0.0,), "mirostat": (0,)}
 )
-# Numbers of those, which change nothing without them.
+# Further numbers of these parameters, which change nothing without them.
 DETAILS: Final = frozenset({"penalty_last_n", "xtc_threshold", "mirostat_tau", "mirostat_eta"})
 
 
 def gguf_sampling(header: GgufHeader) -> dict[str, Any]:
-    """What a file says of drawing tokens, under the names of a generation configuration.
+    """The sampling parameters of a file, under the names of a generation configuration.
 
     Raises:
-        ValueError: naming the key that nothing here follows, or whose value is out of range.
+        ValueError: naming a key that asks for a parameter that does not exist here, or whose value is out of range.
     """
     given = {key.removeprefix(PREFIX): value for key, value in header.keys.items() if key.startswith(PREFIX)}
     for name, value in given.items():

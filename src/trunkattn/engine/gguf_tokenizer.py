@@ -1,5 +1,7 @@
-"""The tokenizer in a GGUF file, as llama.cpp reads it. transformers leaves out much that a file says, and a text then
-becomes other tokens: byte-level vocabularies are built here, and SentencePiece's get their spaces and first tokens.
+"""The tokenizer in a GGUF file, as llama.cpp reads it.
+
+transformers ignores much of what a file says, so that a text becomes other tokens. Here byte-level tokenizers are built
+from the file, and SentencePiece tokenizers get the file's rules for spaces and first tokens.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
@@ -15,8 +17,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trunkattn.engine.gguf_header import GgufHeader
 
 PRE: Final = "tokenizer.ggml.pre"
-# How a text is split before merges, by the name in the file: as GPT-2 does; so, with digits apart; or as under another
-# name. transformers knows more names, and takes all that it does not know for GPT-2's.
+# The ways to split a text before merges, by their name in the file: GPT-2's way, the same with separate digits, or the
+# way of another name. transformers knows further names, and splits in GPT-2's way for names that it does not know.
 GPT2, DIGITS_APART = "gpt-2", "smollm"
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -28,23 +30,23 @@ OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
     }
 )
-# Vocabularies that take a piece of text that is a token as it is, without merges, and begin a text with a token for
-# that where the file does not say otherwise.
+# Vocabularies in which a piece of text that is a token becomes this token without merges. A text begins with the
+# begin-of-sequence token, unless the file says otherwise.
 WHOLE_PIECES: Final = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
-CONTROL, USER_DEFINED = 3, 4  # types of tokens that a text holds as a whole
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is split
 SENTENCEPIECE, SPACE = "llama", "\N{LOWER ONE EIGHTH BLOCK}"
-# The ids that these tokens have in a SentencePiece vocabulary where the file does not say.
+# The ids of these tokens in a SentencePiece vocabulary, unless the file says otherwise.
 DEFAULT_IDS: Final[Mapping[str, int]] = MappingProxyType({"bos_token": 1, "eos_token": 2, "unk_token": 0})
-WITHOUT_SPACE: Final = frozenset(("gemma2", "gemma3"))  # before a text, where an old file does not say
+WITHOUT_SPACE: Final = frozenset(("gemma2", "gemma3"))  # no space before a text, unless the file says otherwise
 
 
 def gguf_tokenizer(header: GgufHeader) -> Any:
     """The tokenizer of a file.
 
     Raises:
-        ValueError: naming the key that says what nobody follows here.
+        ValueError: naming a key whose value has no counterpart here.
     """
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -64,8 +66,8 @@ def gguf_tokenizer(header: GgufHeader) -> Any:
 
 
 def _byte_level(found: Mapping[str, Any], splitter: Any) -> Tokenizer:
-    """A byte-level tokenizer. A token that a text holds as a whole stays as the file spells it; transformers writes its
-    bytes in the vocabulary's alphabet and then cuts it into pieces."""
+    """A byte-level tokenizer. Control and user-defined tokens keep the file's spelling. transformers would write their
+    bytes in the vocabulary's alphabet, and then cut them into pieces."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import get_merges
 
     alphabet = bytes_to_unicode()
@@ -107,9 +109,10 @@ def _splitter(name: str | None) -> Any:
 
 
 def _set_spaces(backend: Any, is_first: bool) -> None:
-    """Puts a space before a text, and behind each token that the text holds as a whole, or none; also if one is there.
+    """Makes a SentencePiece tokenizer put a space before a text and behind each control or user-defined token in it, or
+    none if `is_first` is false. It does so even if a space is already there.
 
-    transformers puts none before a text that begins with a space, nor in the middle of one.
+    transformers puts none before a text that begins with a space, nor within a text.
     """
     first = [normalizers.Prepend(SPACE)] if is_first else []
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])

@@ -12,15 +12,15 @@ from trunkattn.engine.gguf_header import GgufHeader
 from trunkattn.engine.gguf_rope import FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS
 
 READ_ELSEWHERE: Final = frozenset({FREQUENCY_DIVISORS, LONG_FACTORS, SHORT_FACTORS})
-# Frequencies that old converters kept, which the base of the rotation gives.
+# Rotary frequencies that old converters wrote. They follow from the base of the rotation.
 HARMLESS: Final = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 
 
 class _Names:
-    """The names of a module's weights and of its children's, which is all that transformers' table asks a model for.
+    """The names of the weights of a module and of its children: all that transformers' table needs of a model.
 
-    Only the first children count: no architecture names its tensors by a deeper one, and to ask for the names of every
-    module takes most of the time that loading takes.
+    Only direct children count, because no architecture names its tensors by a deeper one. The names of every module
+    would take most of the time that loading takes.
     """
 
     def __init__(self, module: nn.Module, children: Iterable[tuple[str, nn.Module]], config: PretrainedConfig) -> None:
@@ -56,7 +56,7 @@ def gguf_weights(header: GgufHeader, config: PretrainedConfig, dtype: torch.dtyp
         result = processor.process(
             weights=header.values(name), name=name, tensor_key_mapping=table, parsed_parameters=found
         )
-        if result.name is None:  # the processor has put it into a weight that several tensors make
+        if result.name is None:  # the processor combines it with other tensors to one weight
             continue
         if result.name not in table:
             raise ValueError(

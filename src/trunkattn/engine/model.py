@@ -173,7 +173,7 @@ def _read_config(files: ModelFiles) -> PretrainedConfig:
 
 
 def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if only the folder's own Python knows the model, and may not run."""
+    """Raises ValueError if only the folder's own Python can make the model, and it may not run."""
     if "auto_map" in config and config["model_type"] not in CONFIG_MAPPING and not files.trust_remote_code:
         raise ValueError(
             f"model={str(files.path)!r}: transformers has no model of type {config['model_type']!r}, and the folder's "
@@ -182,8 +182,8 @@ def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
 
 
 def _check_size(files: ModelFiles, num_parameters: int) -> None:
-    """Raises ValueError if the files hold far fewer numbers than the model has weights. transformers makes all weights
-    that are missing before it names them, which a few may be."""
+    """Raises ValueError if the files hold far fewer numbers than the model has weights. Otherwise transformers would
+    allocate all missing weights before it names them. If only a few are missing, it names them soon enough."""
     if files.gguf_file is None:
         num_values = files.num_values()
     else:
@@ -199,8 +199,8 @@ def _check_size(files: ModelFiles, num_parameters: int) -> None:
 def _saved_model(info: ModelInfo) -> Any:
     files = info.files
     readable = files.readable("load its weights", "expected the files that its configuration describes")
-    sampling: dict[str, Any] = {}  # which transformers reads of a folder, and not of a GGUF file
-    with torch.device("cpu"), readable as folder:  # transformers would load to a program's own default device
+    sampling: dict[str, Any] = {}  # of a GGUF file; from a folder transformers reads it
+    with torch.device("cpu"), readable as folder:  # transformers would use the program's default device
         model_class: Any = AutoModelForCausalLM
         source: dict[str, Any] = {"pretrained_model_name_or_path": folder, **files.load_options}
         if files.gguf_file is not None:
@@ -224,7 +224,7 @@ def _saved_model(info: ModelInfo) -> Any:
 
 
 def _check_one_name_each(files: ModelFiles, model: Any) -> None:
-    """Raises ValueError if two tensors that differ are read as one weight, of which transformers takes either."""
+    """Raises ValueError if two different tensors are read as the same weight: transformers would take either one."""
     weights = model.state_dict()
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -239,9 +239,9 @@ def _check_one_name_each(files: ModelFiles, model: Any) -> None:
 
 
 def _check_ties(files: ModelFiles, model: Any) -> None:
-    """Raises ValueError if the files hold two values of weights that the configuration ties.
+    """Raises ValueError if the files hold two different values of weights that the configuration ties.
 
-    transformers does not tie them then, and other engines drop one of the two.
+    In this case transformers does not tie them, and other engines drop one of the two.
     """
     for tied, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(tied) is not model.get_parameter_or_buffer(source):
@@ -253,7 +253,7 @@ def _check_ties(files: ModelFiles, model: Any) -> None:
 
 
 def _check_names(files: ModelFiles, names: Iterable[str], what: str, expected: str) -> None:
-    """Raises ValueError if there are names of tensors that are missing or have no place."""
+    """Raises ValueError if `names`, of missing or unknown tensors, is not empty. what: "lack" or "hold"."""
     if names:
         raise ValueError(f"model={str(files.path)!r}: its files {what} {_some(sorted(names))}; expected {expected}")
 
@@ -264,7 +264,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _dummy_model(info: ModelInfo) -> Any:
-    """Random weights as the model's own code initialises them for training, from one seed, made on the device."""
+    """A model with random weights, always the same ones, as its own code initialises them for training."""
     devices = [info.device] if info.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(info.device):
         torch.manual_seed(DUMMY_SEED)
@@ -277,7 +277,7 @@ def _dummy_model(info: ModelInfo) -> Any:
 
 
 def load_tokenizer(files: ModelFiles) -> Any | None:
-    """The tokenizer beside a model; None if the folder has none, and then prompts are token ids.
+    """The tokenizer of a model; None if its folder has none, so that prompts must be token ids.
 
     Raises:
         ValueError: naming the path: its files are damaged or incomplete, or need a package that is not installed.
@@ -299,7 +299,8 @@ def load_tokenizer(files: ModelFiles) -> Any | None:
 
 
 def _check_sentencepiece(files: ModelFiles) -> None:
-    """Raises ValueError if only a package that is not installed reads the tokenizer; transformers names another."""
+    """Raises ValueError if the tokenizer needs the package sentencepiece and it is missing. transformers would ask for
+    another package."""
     is_needed = (files.folder / "tokenizer.model").is_file() and not (files.folder / "tokenizer.json").is_file()
     if files.gguf_file is None and is_needed and find_spec("sentencepiece") is None:
         raise ValueError(
@@ -311,8 +312,8 @@ def _check_sentencepiece(files: ModelFiles) -> None:
 def eos_token_ids(
     generation_config: GenerationConfig | None, tokenizer: Any | None, config: PretrainedConfig | None = None
 ) -> frozenset[int]:
-    """End-of-sequence ids: all those of the configuration, the generation configuration and the tokenizer. What is no
-    token, such as -1, ends nothing."""
+    """The end-of-sequence ids of the configuration, the generation configuration and the tokenizer together. Ids
+    outside of the vocabulary, such as -1, are left out."""
     found = (getattr(source, "eos_token_id", None) for source in (config, generation_config, tokenizer))
     lists = (eos if isinstance(eos, list | tuple) else [eos] for eos in found if eos is not None)
     size = getattr(config, "vocab_size", None) or math.inf
@@ -320,7 +321,7 @@ def eos_token_ids(
 
 
 def _device(name: str) -> torch.device:
-    """The device of an engine's option. For "auto" a GPU that computes a plain attention, else the CPU."""
+    """The device that an option names. "auto" is the GPU if it can compute a plain attention, else the CPU."""
     if name != "auto":
         return torch.device(name)
     plain = AttentionConfig(num_qo_heads=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.float16)

@@ -175,7 +175,8 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
 
 
 def _check_generation_config(path: Path) -> None:
-    """Raises ValueError unless the file is JSON, and its values can be followed, as far as they choose tokens."""
+    """Raises ValueError unless the file is JSON, and everything in it that changes which tokens are drawn exists
+    here."""
     found = _read_json(path)
     for name, neutral in UNFOLLOWED.items():
         value = found.get(name)
@@ -194,7 +195,7 @@ def _check_generation_config(path: Path) -> None:
 
 
 def check_one_value(files: ModelFiles, names: Sequence[str], weight: str) -> None:
-    """Raises ValueError if tensors of these names, which are all read as one weight of the model, differ."""
+    """Raises ValueError if the tensors of these names differ, although all are read as the same weight of the model."""
     first, *others = names
     for other in others:
         if not _are_equal((first, files.tensors[first]), (other, files.tensors[other])):
@@ -205,7 +206,7 @@ def check_one_value(files: ModelFiles, names: Sequence[str], weight: str) -> Non
 
 
 def _are_equal(*places: tuple[str, Path]) -> bool:
-    """Whether two tensors, each a name in a file, are equal."""
+    """Whether two tensors are equal. places: the name and the file of each."""
     found = []
     for name, path in places:
         with safe_open(path, framework="pt") as file:
@@ -214,7 +215,7 @@ def _are_equal(*places: tuple[str, Path]) -> bool:
 
 
 def _check_unquantized(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if the folder says, elsewhere than transformers looks, that its weights are quantized."""
+    """Raises ValueError if a file of the folder that transformers does not read says that the weights are quantized."""
     found = [f"config.json has {key}" for key in QUANTIZATION_KEYS if config.get(key)]
     found += [f"{name} says how" for name in QUANTIZATION_FILES if (folder / name).is_file()]
     if (folder / MODELOPT_CONFIG).is_file():
@@ -232,8 +233,7 @@ def check_safetensors(path: Path) -> list[str]:
     """The names of a file's tensors.
 
     Raises:
-        ValueError: the file does not exist, safetensors cannot open it, which needs every byte of its tensors, or a
-            tensor is quantized.
+        ValueError: the file does not exist, is damaged or incomplete, or has a quantized tensor.
     """
     if not path.is_file():
         raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
@@ -256,7 +256,7 @@ def check_safetensors(path: Path) -> list[str]:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises ValueError unless the file begins as GGUF files do."""
+    """Raises ValueError unless the file begins with GGUF's magic bytes."""
     with path.open("rb") as file:
         magic = file.read(len(MAGIC))
     if magic != MAGIC:

@@ -1,4 +1,4 @@
-"""Where a model is, checked before anything that reads one is imported."""
+"""The path of a model, checked before any package that reads models is imported."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ def existing_path(model: object) -> Path:
     """The path that `model` is. A folder has a config.json; nothing is read.
 
     Raises:
-        TypeError, ValueError: naming the path: it is none, or nothing is there. A name of a model on Hugging Face is
-            told how to become a folder.
+        TypeError, ValueError: naming the value, which is not a path, or a path where no model is. If it is the name of
+            a model on Hugging Face, the message says how to download it to a folder.
     """
     if not isinstance(model, str | Path):
         raise TypeError(f"model={model!r}: expected {EXPECTED_MODEL}")
