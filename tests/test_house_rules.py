@@ -212,7 +212,7 @@ def violations(check: Callable[[str], list[str]], *folders: Path) -> list[str]:
     return [f"{file.relative_to(PROJECT)}: {found}" for file in files for found in check(file.read_text())]
 
 
-def test_sizes() -> None:
+def test_sizes_keep_their_limits() -> None:
     found = violations(size_violations, SOURCE, PROJECT / "tests", PROJECT / "benchmarks")
     assert not found, "\n".join(found)
 

@@ -62,7 +62,7 @@ def test_a_policy_plans_as_the_back_end_of_a_gpu_does(policy: str, prices: Price
     assert found.stats == stats and found.kv_bytes == stats.kv_tokens_read * prices.token_bytes
 
 
-def test_bytes_and_forest(prices: Prices) -> None:
+def test_bytes_and_forest_are_those_of_the_tree(prices: Prices) -> None:
     _, explanation = explained("1,4,64_1024,512,128", prices)
     assert explanation.num_requests == 64
     assert explanation.kv_bytes == 64 * 1664 * prices.token_bytes
@@ -183,7 +183,7 @@ def test_a_wide_forest_is_cut(prices: Prices) -> None:
     assert "… and 140 lines more" in text and len(text.splitlines()) < 90
 
 
-def test_json_and_svg(prices: Prices) -> None:
+def test_json_and_svg_have_a_row_for_every_policy_and_node(prices: Prices) -> None:
     _, explanation = explained("1,4,64_1024,512,128", prices)
     written = explanation_dict(explanation, prices)
     (layers,) = written["layers"]

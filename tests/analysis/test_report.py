@@ -207,5 +207,5 @@ def test_concurrency_is_drawn_from_the_closed_loops() -> None:
         (figures.plural(1, "line"), "1 line"),
     ],
 )
-def test_numbers_for_people(written: str, expected: str) -> None:
+def test_numbers_are_written_for_people(written: str, expected: str) -> None:
     assert written == expected

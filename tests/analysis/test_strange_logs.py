@@ -106,7 +106,7 @@ def test_a_name_of_a_text_is_not_quoted(tmp_path: Path) -> None:
         *("2026-01-01 00:00:00,500", "2026-01-01T02:00:00.5+0200", "2026-01-01 02:00:00.5 +02", "20260101T000000.5Z"),
     ],
 )
-def test_a_moment_in_many_spellings(value: object) -> None:
+def test_a_moment_is_read_in_many_spellings(value: object) -> None:
     assert epoch_seconds("time", value) == 1767225600.5
 
 

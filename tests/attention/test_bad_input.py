@@ -80,14 +80,14 @@ RUN: dict[str, Any] = {"q": Q, "k_cache": CACHE, "v_cache": CACHE}
         ({"batch_invariant": None}, TypeError, "batch_invariant=None: expected a bool"),
     ],
 )
-def test_a_bad_configuration(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_configuration_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         replace(GOOD, **changed)
 
 
 @pytest.mark.parametrize("name", ["max_requests", "max_query_tokens", "max_pages_per_request", "num_pages"])
 @pytest.mark.parametrize("value", [0, -3, 2**31, 2**40, 2.0, True])
-def test_a_bad_capacity(name: str, value: Any) -> None:
+def test_a_bad_capacity_is_refused(name: str, value: Any) -> None:
     sizes = {"max_requests": 1, "max_query_tokens": 1, "max_pages_per_request": 1, "num_pages": 1}
     with pytest.raises(ValueError if type(value) is int else TypeError, match=f"{name}={value}: expected"):
         Capacity(**(sizes | {name: value}))
@@ -104,7 +104,7 @@ def test_a_bad_capacity(name: str, value: Any) -> None:
         ((GOOD, "cpu", 4), TypeError, "capacity is a int: expected a Capacity or None"),
     ],
 )
-def test_a_bad_constructor_call(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+def test_a_bad_constructor_call_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BatchAttention(*arguments)
 
@@ -169,7 +169,7 @@ def test_supports_names_what_is_missing() -> None:
         ({"num_pages": "8"}, TypeError, "num_pages='8'"),
     ],
 )
-def test_a_bad_step(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_step_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     attention = BatchAttention(GOOD, "cpu")
     plan = attention.plan(**STEP)
     with pytest.raises(error, match=message):
@@ -188,7 +188,7 @@ def test_a_bad_step(changed: dict[str, Any], error: type[Exception], message: st
         ({"num_pages": 7}, r"block_table\[1, 3\]=7: expected a page id from 0 to 6"),
     ],
 )
-def test_a_step_over_the_capacity(limit: dict[str, int], message: str) -> None:
+def test_a_step_over_the_capacity_is_refused(limit: dict[str, int], message: str) -> None:
     sizes = {"max_requests": 2, "max_query_tokens": 3, "max_pages_per_request": 4, "num_pages": 8}
     BatchAttention(GOOD, "cpu", Capacity(**sizes)).plan(**STEP)
     with pytest.raises(ValueError, match=message):
@@ -201,7 +201,7 @@ def test_num_pages_is_checked_besides_the_capacity() -> None:
         attention.plan(**STEP, num_pages=4)
 
 
-def test_a_plan_of_another_object() -> None:
+def test_a_plan_of_another_object_is_refused() -> None:
     attention, other = BatchAttention(GOOD, "cpu"), BatchAttention(GOOD, "cpu")
     plan = other.plan(**STEP)
     with pytest.raises(ValueError, match="plan belongs to another BatchAttention: expected a plan made by this one"):
@@ -271,7 +271,7 @@ def learnable(tensor: torch.Tensor) -> torch.Tensor:
         ({"sinks": torch.zeros(4)}, ValueError, "sinks is given: the configuration has sinks=False"),
     ],
 )
-def test_a_bad_run(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_run_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
     attention = BatchAttention(GOOD, "cpu")
     arguments: dict[str, Any] = {"plan": attention.plan(**STEP), **RUN}
     expected, out = attention.run(**arguments), torch.full((3, 4, 16), math.nan)
@@ -297,7 +297,7 @@ def test_a_bad_run(changed: dict[str, Any], error: type[Exception], message: str
         (torch.nn.Parameter(torch.zeros(4)), ValueError, "sinks requires grad"),
     ],
 )
-def test_bad_sinks(sinks: Any, error: type[Exception], message: str) -> None:
+def test_bad_sinks_are_refused(sinks: Any, error: type[Exception], message: str) -> None:
     attention = BatchAttention(replace(GOOD, sinks=True), "cpu")
     plan = attention.plan(**STEP)
     with pytest.raises(error, match=message):

@@ -33,7 +33,7 @@ def test_a_step_within_compiled_code_gives_the_same() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_steps_of_one_graph_without_a_break() -> None:
+def test_steps_take_one_graph_without_a_break() -> None:
     attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 4, 32, generator=generator)

@@ -79,7 +79,7 @@ def test_auto_says_why() -> None:
 
 
 @pytest.mark.parametrize("tree", PAT_TREES)
-def test_the_trees_of_pat(tree: str) -> None:
+def test_on_the_trees_of_pat_no_policy_reads_too_much_or_too_little(tree: str) -> None:
     found = {policy: stats(tree, policy) for policy in POLICIES}
     shape = parse_tree(tree)
     assert {s.kv_tokens_per_query for s in found.values()} == {shape.num_requests * shape.seq_len}

@@ -160,7 +160,7 @@ def test_a_log_without_times_is_replayed_at_chosen_loads(tmp_path: Path) -> None
     assert "0.5 requests/s" in text and "4 requests/s" in text and "as logged" not in text
 
 
-def test_a_fleet(trace: str) -> None:
+def test_a_fleet_has_a_row_for_each_route(trace: str) -> None:
     text = run(trace, *SMALL, "--replicas", "2")
     assert "in a fleet of 2 engines" in text and all(route in text for route in ("random", "round-robin", "sharers"))
     assert "round-robin" not in run(trace, *SMALL, "--replicas", "2", "--route", "prefix")

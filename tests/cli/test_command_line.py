@@ -113,7 +113,7 @@ def test_it_ends_before_a_large_package_is_imported(ended: dict[str, Ended], arg
         ("7B", 7),
     ],
 )
-def test_sizes(text: str, expected: int) -> None:
+def test_a_size_may_have_a_unit(text: str, expected: int) -> None:
     assert size(text) == expected
 
 
@@ -138,7 +138,7 @@ def test_a_model_has_the_name_of_its_folder_or_file(path: str, name: str) -> Non
     assert name_of(Path(path)) == name
 
 
-def test_the_version() -> None:
+def test_the_version_is_that_of_the_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"trunkattn {trunkattn.__version__}\n"
 
 

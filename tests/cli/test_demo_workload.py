@@ -32,7 +32,7 @@ def shared_tokens(a: list[int], b: list[int]) -> int:
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-def test_thirty_two_customers_in_two_departments(workload: DemoWorkload) -> None:
+def test_there_are_thirty_two_customers_in_two_departments(workload: DemoWorkload) -> None:
     assert len(workload.chats) == len(set(workload.customers)) == 32
     assert Counter(workload.departments) == {"Tools and garden": 16, "Kitchen and home": 16}
 

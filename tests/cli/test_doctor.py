@@ -39,7 +39,7 @@ def test_the_report_says_what_runs_and_what_is_not_there() -> None:
     assert "float32 per vector" in words
 
 
-def test_json() -> None:
+def test_json_says_which_ways_run() -> None:
     report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert report["healthy"] is True
     assert {way["name"]: way["runs"] for way in report["ways"]} == {
@@ -54,7 +54,7 @@ def test_json() -> None:
     assert report["packages"]["torch"].startswith("2.")
 
 
-def test_without_triton() -> None:
+def test_without_triton_the_cpu_is_healthy() -> None:
     """Which a core install lacks where there is none, as on a Mac."""
     script = "import sys; sys.modules['triton'] = None; from trunkattn.cli.app import app; app(['doctor', '--json'])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -243,7 +243,7 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "computes wrong results" in " ".join(result.stdout.split())
 
 
-def test_without_the_demo_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_demo_model_the_demo_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "find_spec", lambda name: None)
     assert models.find_demo_model() is None
     result = CliRunner().invoke(app, ["demo"])
@@ -275,7 +275,7 @@ def test_the_entry_point_runs_the_application(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
+def test_help_names_the_options(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0 and "--json" in result.stdout
 

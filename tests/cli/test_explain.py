@@ -22,7 +22,7 @@ def run(*arguments: str, code: int = 0) -> str:
     return " ".join(done.output.replace("│", " ").split())
 
 
-def test_a_tree() -> None:
+def test_a_tree_is_explained() -> None:
     text = run("1,4,64_1024,512,128")
     assert "64 requests decode" in text and "auto took 32x64" in text
 
@@ -35,7 +35,7 @@ def test_a_page_that_every_level_fills_is_taken_for_a_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", ["json", "npz"])
-def test_a_file(tmp_path: Path, kind: str) -> None:
+def test_a_file_is_explained_like_a_tree(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"batch.{kind}"
     if kind == "json":
         path.write_text(json.dumps(GOOD))
@@ -62,7 +62,7 @@ def test_a_cache_has_the_names_of_engines_too(engines: str, torchs: str) -> None
     assert by_engines == by_torchs != of_16_bits
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_a_picture_goes_to_a_file_or_to_standard_output(tmp_path: Path) -> None:
     run("1,4,64_1024,512,128", "--svg", str(tmp_path / "forest.svg"))
     assert (tmp_path / "forest.svg").read_text().startswith("<svg")
     alone = run("1,4,64_1024,512,128", "--svg", "-")  # no table follows it

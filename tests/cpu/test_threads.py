@@ -42,7 +42,7 @@ def test_each_call_is_made_once(num_calls: int) -> None:
     assert calls_of(num_calls) == [1] * num_calls + [0]
 
 
-def test_without_the_entry_points_of_gnus_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_entry_points_of_gnus_openmp_python_runs_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_parallel", lambda: threads._on_threads_of_python)
     monkeypatch.setattr(threads, "_openmp", lambda: None)
     assert calls_of(NUM_CALLS) == [1] * NUM_CALLS + [0]
@@ -91,7 +91,7 @@ print(len(found), all(torch.equal(out, expected) for out in found))
 
 
 @pytest.mark.parametrize("setting", ["NUMBA_THREADING_LAYER=workqueue", "OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true"])
-def test_two_threads_of_python_at_once(setting: str) -> None:
+def test_two_threads_of_python_may_compute_at_once(setting: str) -> None:
     """Also where Numba has no OpenMP, as on a system without one of its own, and where OpenMP gives fewer threads."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     environment |= dict([setting.split("=")])

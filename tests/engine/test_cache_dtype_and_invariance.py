@@ -87,7 +87,7 @@ def test_a_budget_in_bytes_holds_more_tokens_in_fp8(tiny_model: MakeModel) -> No
     assert fp8.kv_cache.num_pages // 4 == exact.kv_cache.num_pages
 
 
-def test_fp8_and_batch_invariance_together(tiny_model: MakeModel) -> None:
+def test_an_fp8_cache_may_be_batch_invariant(tiny_model: MakeModel) -> None:
     llm = LLM(tiny_model("llama").path, num_pages=60, kv_cache_dtype="fp8", batch_invariant=True)
     assert answers(llm, PROMPTS) == [answers(llm, [prompt])[0] for prompt in PROMPTS]
 

@@ -91,7 +91,7 @@ def test_smollm2_tokens_that_split_characters(smollm2_tokenizer: Any, text: str)
 
 
 @given(data=st.data())
-def test_smollm2_random_tokens(smollm2_tokenizer: Any, data: st.DataObject) -> None:
+def test_random_tokens_of_smollm2_become_the_text_of_decode(smollm2_tokenizer: Any, data: st.DataObject) -> None:
     token_ids = data.draw(st.lists(st.integers(3, 49000), min_size=1, max_size=20))
     texts, _ = feed(Detokenizer(smollm2_tokenizer, []), token_ids)
     assert texts[-1] == smollm2_tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
 
 
 @given(prompt=st.lists(st.integers(0, 7), max_size=9), answer=st.lists(st.integers(0, 7), min_size=1, max_size=12))
-def test_a_slow_sentencepiece_tokenizer(prompt: list[int], answer: list[int]) -> None:
+def test_text_of_a_slow_sentencepiece_tokenizer_only_grows(prompt: list[int], answer: list[int]) -> None:
     tokenizer = SentencePieceTokenizer()
     texts, _ = feed(Detokenizer(tokenizer, prompt), answer)
     together = tokenizer.decode([*prompt, *answer])
@@ -173,7 +173,7 @@ def test_any_bytes_and_special_tokens_are_decoded_as_at_once(token_ids: list[int
 
 
 @pytest.mark.parametrize("pattern", [[301], [300], [0xFF], [0xFF, 301], [0xE6, 302], [0xFF, 302, 300]])
-def test_bytes_in_a_row_of_a_sentencepiece_tokenizer(pattern: list[int]) -> None:
+def test_bytes_in_a_row_are_decoded_in_linear_time(pattern: list[int]) -> None:
     fallback = ByteFallbackTokenizer()
     tokenizer, token_ids = CountingTokenizer(fallback), pattern * 300
     texts, _ = feed(Detokenizer(tokenizer, [302]), token_ids)
@@ -230,7 +230,9 @@ def test_a_token_that_cannot_be_decoded_is_left_out() -> None:
 
 
 @given(special=st.integers(0, 2), data=st.data())
-def test_smollm2_special_tokens_anywhere(smollm2_tokenizer: Any, special: int, data: st.DataObject) -> None:
+def test_special_tokens_of_smollm2_may_stand_anywhere(
+    smollm2_tokenizer: Any, special: int, data: st.DataObject
+) -> None:
     token_ids = data.draw(st.lists(st.one_of(st.just(special), st.integers(0, 800)), min_size=1, max_size=30))
     texts, _ = feed(Detokenizer(smollm2_tokenizer, [100]), token_ids)
     together = smollm2_tokenizer.decode([100, *token_ids], skip_special_tokens=True)

@@ -98,7 +98,7 @@ def test_ignore_eos_goes_on() -> None:
     assert (answer.text, answer.finish_reason) == ("ab", "length")
 
 
-def test_max_tokens() -> None:
+def test_max_tokens_ends_an_answer() -> None:
     answer = answer_of(make_engine(), max_tokens=4)
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("hell", "length", None)
 
@@ -176,7 +176,7 @@ def test_stop_token_ids_are_no_text() -> None:
     ],
     ids=str,
 )
-def test_text_options(params: dict[str, Any], text: str) -> None:
+def test_options_of_the_text_change_it(params: dict[str, Any], text: str) -> None:
     assert answer_of(make_engine(), **params).text == text.rstrip("\0")
 
 
@@ -220,7 +220,7 @@ def nothing(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits - torch.inf
 
 
-def test_text_while_it_grows() -> None:
+def test_text_that_may_be_a_stop_string_is_held_back() -> None:
     engine = make_engine()
     engine.add_request([65], SamplingParams(temperature=0, stop="low"), prompt="A")
     texts = []
@@ -231,7 +231,7 @@ def test_text_while_it_grows() -> None:
     assert output.prompt == "A" and output.prompt_token_ids == [65]
 
 
-def test_logprobs() -> None:
+def test_log_probabilities_have_ranks_and_texts() -> None:
     engine = make_engine("ab")
     answer = answer_of(engine, logprobs=2)
     assert answer.logprobs is not None and len(answer.logprobs) == 3
@@ -301,7 +301,7 @@ def test_seeds_make_answers_repeatable_whatever_runs_beside(n: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("n", [1, 4])
-def test_cancellation(steps: int, n: int) -> None:
+def test_a_cancelled_request_leaves_the_others_alone(steps: int, n: int) -> None:
     engine = make_engine()
     gone = engine.add_request([9] * 40, SamplingParams(temperature=0, n=n), request_id="gone")
     kept = engine.add_request([8] * 3, SamplingParams(temperature=0))
@@ -385,7 +385,7 @@ def test_params_are_sampling_params() -> None:
         make_engine().add_request([1], {})  # type: ignore[arg-type]
 
 
-def test_without_a_tokenizer() -> None:
+def test_without_a_tokenizer_answers_have_no_text() -> None:
     engine = make_engine(has_tokenizer=False)
     answer = answer_of(engine, logprobs=1)
     assert answer.text == "" and len(answer.token_ids) == 12
@@ -394,7 +394,7 @@ def test_without_a_tokenizer() -> None:
         engine.add_request([1], SamplingParams(stop="x"))
 
 
-def test_counters_and_times() -> None:
+def test_counters_and_times_are_those_of_the_steps() -> None:
     engine = make_engine("abcdefgh")
     first = engine.add_request([1] * 40, SamplingParams(temperature=0, max_tokens=3))
     second = engine.add_request([2] * 5, SamplingParams(temperature=0, max_tokens=3))
@@ -418,7 +418,7 @@ def test_counters_and_times() -> None:
     assert engine.stats.prefix_cache_hits == 36
 
 
-def test_block_tables_and_an_emptied_prefix_cache() -> None:
+def test_block_tables_show_running_requests_and_an_emptied_prefix_cache() -> None:
     engine = make_engine("abcdefgh")
     assert engine.block_tables().block_table.shape == (0, 0)
     first = engine.add_request([1] * 6, SamplingParams(temperature=0, max_tokens=4, n=2))

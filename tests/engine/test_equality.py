@@ -46,7 +46,7 @@ def run_twice(llm: LLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_in_every_scenario(
+def test_every_policy_answers_as_transformers_does_in_every_scenario(
     tiny_model: Callable[[str], Any], assert_greedy: AssertGreedy, policy: str, scenario: str
 ) -> None:
     model = tiny_model("llama")
@@ -61,7 +61,9 @@ def test_every_policy_in_every_scenario(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt_oss"])
-def test_windows_soft_caps_and_sinks(tiny_model: Callable[[str], Any], assert_greedy: AssertGreedy, name: str) -> None:
+def test_models_with_windows_soft_caps_and_sinks_answer_as_transformers_does(
+    tiny_model: Callable[[str], Any], assert_greedy: AssertGreedy, name: str
+) -> None:
     model = tiny_model(name)
     llm = LLM(model.path, page_size=4, num_pages=34, max_num_seqs=16, max_num_batched_tokens=20)
     assert_greedy(model, run_twice(llm), NUM_TOKENS)

@@ -32,7 +32,7 @@ def llm(tiny_model: Callable[[str], Any]) -> LLM:
     return LLM(tiny_model("llama").path, page_size=4, num_pages=64)
 
 
-def test_prompts_of_every_form(llm: LLM) -> None:
+def test_prompts_may_have_every_form(llm: LLM) -> None:
     (alone,) = llm.generate([1, 2, 3], SHORT)
     prompts: list[Any] = [[1, 2, 3], (1, 2, 3), {"prompt_token_ids": [1, 2, 3]}]
     outputs = llm.generate(prompts, SHORT)
@@ -41,7 +41,7 @@ def test_prompts_of_every_form(llm: LLM) -> None:
     assert llm.generate([], SHORT) == []
 
 
-def test_parameters_for_each_prompt(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (3, 1, 2)]
     outputs = llm.generate([[1], [2], [3]], params, use_tqdm=True)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 1, 2]
@@ -354,7 +354,7 @@ def test_sizes_follow_the_options(tiny_model: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_other_dtypes(tiny_model: Callable[[str], Any], dtype: object) -> None:
+def test_other_dtypes_are_those_of_the_weights(tiny_model: Callable[[str], Any], dtype: object) -> None:
     llm = LLM(tiny_model("llama").path, dtype=dtype, num_pages=20)
     assert llm.model.dtype == getattr(torch, str(dtype).removeprefix("torch."))
     assert len(llm.generate([1, 2, 3], SHORT)[0].outputs[0].token_ids) == 4

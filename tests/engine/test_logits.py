@@ -142,7 +142,7 @@ def test_top_p_is_a_share_of_what_min_p_leaves() -> None:
     assert (probs[0] > 0).tolist() == [True, False, False, False], "0.5 of 0.75 reaches 0.6"
 
 
-def test_bias_and_allowed_tokens() -> None:
+def test_bias_and_allowed_tokens_may_meet() -> None:
     logits = logits_of(3)
     bias = {4: -100.0, 9: 2.5}
     states = [

@@ -135,7 +135,7 @@ def test_the_probe_leaves_the_configuration_alone() -> None:
     assert (config.to_dict(), config._attn_implementation) == before
 
 
-def test_longest_sequence() -> None:
+def test_the_longest_sequence_is_the_one_whose_rotation_stays() -> None:
     assert max_positions(LlamaConfig(max_position_embeddings=77)) == 77
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     lengths = {"max_position_embeddings": 500, "original_max_position_embeddings": 50}

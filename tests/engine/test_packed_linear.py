@@ -42,7 +42,7 @@ def test_equals_a_float64_product(rows: int, in_features: int, out_features: int
     torch.testing.assert_close(y.double(), expected(linear, x), rtol=0, atol=1e-5)
 
 
-def test_any_leading_shape_and_strides() -> None:
+def test_any_leading_shape_and_strides_are_multiplied() -> None:
     linear = nn.Linear(24, 50)
     x = torch.randn(5, 24, 3).transpose(1, 2)
     torch.testing.assert_close(PackedLinear(linear)(x).double(), expected(linear, x), rtol=0, atol=1e-5)

@@ -145,7 +145,7 @@ def test_samples_as_many_as_prompt_rows_draw_from_their_own(llm: LLM, n: int, le
     assert tokens_of(llm.generate(prompts, each)) == [first] * n + [second]
 
 
-def test_truncated_prompts(llm: LLM) -> None:
+def test_truncated_prompts_keep_their_end(llm: LLM) -> None:
     (output,) = llm.generate([[1] * 300 + [2, 3]], SamplingParams(max_tokens=1, truncate_prompt_tokens=3))
     assert output.prompt_token_ids == [1, 2, 3]
     (output,) = llm.generate([[1] * 1000], SamplingParams(max_tokens=None, truncate_prompt_tokens=-1))

@@ -251,7 +251,7 @@ def test_the_models_own_parameters_are_the_default(tiny_speaker: Path, tmp_path:
     assert llm.get_tokenizer() is llm.tokenizer
 
 
-def test_an_emptied_prefix_cache(llm: LLM) -> None:
+def test_an_emptied_prefix_cache_has_no_hits(llm: LLM) -> None:
     prompt = "A long prompt. " * 10
     cached = [llm.generate(prompt, SHORT)[0].num_cached_tokens for _ in range(2)]
     llm.reset_prefix_cache()

@@ -83,7 +83,7 @@ def test_unnormalised_probabilities_are_drawn_alike() -> None:
     assert _draw(probs, uniform).tolist() == _draw(probs * 0.125, uniform).tolist()
 
 
-def test_frequencies_of_unseeded_samples() -> None:
+def test_unseeded_samples_are_as_frequent_as_likely() -> None:
     logits = torch.full((4000, 8), -math.inf)
     logits[:, 2], logits[:, 5] = math.log(0.7), math.log(0.3)
     counts = Counter(Sampler().sample(logits, [spec()] * 4000))
@@ -91,7 +91,7 @@ def test_frequencies_of_unseeded_samples() -> None:
     assert abs(counts[2] / 4000 - 0.7) < 6 * math.sqrt(0.7 * 0.3 / 4000)
 
 
-def test_frequencies_of_seeded_samples_over_indices_and_positions() -> None:
+def test_seeded_samples_are_as_frequent_as_likely() -> None:
     logits = torch.full((4000, 8), -math.inf)
     logits[:, 2], logits[:, 5] = math.log(0.7), math.log(0.3)
     specs = [spec(index=i % 40, position=i // 40, seed=7) for i in range(4000)]
@@ -173,7 +173,7 @@ def test_logprobs_are_of_the_unmodified_logits() -> None:
         assert entry.ranks == [rank, *range(1, count + 1)]
 
 
-def test_no_logprobs_asked_for() -> None:
+def test_log_probabilities_that_nobody_asked_for_are_none() -> None:
     assert token_logprobs(logits_of(2), [spec(), spec()], [1, 2]) == [None, None]
 
 

@@ -62,7 +62,7 @@ def finish_all(scheduler: Scheduler, most_steps: int = 500) -> int:
     return steps
 
 
-def test_prompt_then_one_token_per_step() -> None:
+def test_a_prompt_is_followed_by_one_token_per_step() -> None:
     scheduler = make_scheduler()
     request = make_request(range(10), max_tokens=3)
     scheduler.add(request)

@@ -27,7 +27,9 @@ def llm(smollm2: Any) -> LLM:
     return LLM(smollm2.path, num_pages=200, max_num_batched_tokens=128, max_num_seqs=16)
 
 
-def test_a_shared_prefix_in_chunks(llm: LLM, smollm2: Any, smollm2_tokenizer: Any, assert_greedy: AssertGreedy) -> None:
+def test_a_shared_prefix_may_be_computed_in_chunks(
+    llm: LLM, smollm2: Any, smollm2_tokenizer: Any, assert_greedy: AssertGreedy
+) -> None:
     prompts = [TRUNK + question for question in QUESTIONS] + ["The capital of France is"]
     outputs = llm.generate(prompts, GREEDY)
     assert_greedy(smollm2, outputs, NUM_TOKENS)
@@ -63,7 +65,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "message"), BAD_CHATS)
-def test_bad_conversations(llm: LLM, messages: Any, message: str) -> None:
+def test_bad_conversations_are_refused(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         llm.chat(messages)
     assert not llm.engine.has_unfinished

@@ -192,7 +192,7 @@ def info(hidden_size: int, heads: int, head_dim: int, windows: tuple[int | None,
     return SimpleNamespace(geometry=SimpleNamespace(layer=layer, windows=windows), config=config)
 
 
-def test_a_models_price_of_keys() -> None:
+def test_a_models_price_of_keys_follows_from_its_sizes() -> None:
     assert keys_per_token(info(576, 9, 64, (None,) * 30)) == 5 * 576
     assert keys_per_token(info(1024, 16, 128, (None,) * 28)) == 5 * 512, "heads that are wider than the model"
     assert keys_per_token(info(576, 9, 64, (None, 512) * 15)) == 10 * 576, "a layer with a window sees few keys"

@@ -46,7 +46,7 @@ def check_person(text: str) -> None:
     assert len(person["pets"]) <= 2 and set(person["pets"]) <= {"cat", "dog"}
 
 
-def test_json_of_a_schema_whatever_the_budget(llm: LLM, tiny_speaker: Path) -> None:
+def test_answers_are_json_of_the_schema_whatever_the_budget(llm: LLM, tiny_speaker: Path) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=80, structured_outputs=form(json=json.dumps(SCHEMA)))
     prompts = [PROMPT + "Ann:", PROMPT + "A man called Bob, who has a dog:"]
     outputs = llm.generate(prompts, params)
@@ -62,7 +62,7 @@ def test_json_of_a_schema_whatever_the_budget(llm: LLM, tiny_speaker: Path) -> N
     assert small.stats.preemptions > 0
 
 
-def test_choice_regex_and_grammar(llm: LLM) -> None:
+def test_answers_match_a_choice_a_regex_or_a_grammar(llm: LLM) -> None:
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
     forms = [
         form(choice=["Rome", "Paris"]),
@@ -134,7 +134,7 @@ def test_a_bad_form_is_refused_by_name_before_anything_starts(
     assert not llm.engine.has_unfinished
 
 
-def test_exactly_one_form() -> None:
+def test_exactly_one_form_is_taken() -> None:
     with pytest.raises(ValueError, match="exactly one of json, regex, choice, grammar, json_object"):
         form()
     with pytest.raises(ValueError, match=r"structured_outputs=\['regex', 'choice'\]"):

@@ -63,7 +63,7 @@ def expected(batch: PagedBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
+def test_a_batch_of_decodes_and_chunks_equals_the_oracle(policy: str, window: int | None) -> None:
     batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 7, 1, 1, 2, 1], np.int32))
     executor = GpuBackend(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
     step = plan(executor, batch, window=UNLIMITED if window is None else window)
@@ -77,7 +77,7 @@ def test_a_batch_of_decodes_and_chunks(policy: str, window: int | None) -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "pat"])
 @pytest.mark.parametrize("execution", ["streams"])
-def test_every_execution(policy: str, execution: str) -> None:
+def test_every_execution_equals_the_oracle(policy: str, execution: str) -> None:
     executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
     for tree in ("1,2,9_48,32,21", "1_300"):  # the second is cut into parts, which are merged
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
@@ -91,7 +91,7 @@ def test_every_execution(policy: str, execution: str) -> None:
             torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
-def test_scales() -> None:
+def test_scales_multiply_queries_keys_and_values() -> None:
     executor = GpuBackend(CONFIG, torch.device("cpu"))
     step, q, (k, v) = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
     k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor(3.0)
@@ -100,7 +100,7 @@ def test_scales() -> None:
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
 
 
-def test_q_and_out_of_any_strides() -> None:
+def test_q_and_out_may_have_any_strides() -> None:
     """Also of an output that was made in inference mode."""
     executor = GpuBackend(CONFIG, torch.device("cpu"))
     step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
@@ -152,7 +152,7 @@ def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 100, 600])
-def test_batch_invariant_windows(window: int) -> None:
+def test_batch_invariant_windows_equal_the_oracle(window: int) -> None:
     """Items of several requests begin where the first of them sees something, those of one where it does."""
     config = replace(CONFIG, batch_invariant=True, sinks=True)
     batch = tree_batch(parse_tree("1,2,6_512,96,21"), 16, row_seed=0)

@@ -122,7 +122,7 @@ def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
     assert step.tiles.tile_list().num_slots == 0
 
 
-def test_a_refilled_plan_on_a_cpu() -> None:
+def test_a_plan_on_a_cpu_may_be_refilled() -> None:
     attention = BatchAttention(CONFIG, "cpu", CAPACITY)
     plan = None
     for tree in TREES:
@@ -138,7 +138,7 @@ def test_a_refilled_plan_on_a_cpu() -> None:
         assert (out[tokens:] == 7).all()
 
 
-def test_bad_ways_to_refill() -> None:
+def test_bad_ways_to_refill_are_refused() -> None:
     batch = as_tensors(tree_batch(parse_tree(TREES[0]), 16))
     fixed, other, free = (BatchAttention(CONFIG, "cpu", each) for each in (CAPACITY, CAPACITY, None))
     plan = fixed.plan(*batch)

@@ -43,7 +43,7 @@ def into(executor: GpuBackend, batch: PagedBatch, step: Any) -> Any:
 
 @pytest.mark.parametrize("policy, execution", [("auto", "serial"), ("cascade", "streams"), ("per_query", "serial")])
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_batch_of_decodes_and_chunks(policy: str, execution: str, window: int | None) -> None:
+def test_a_batch_of_decodes_and_chunks_equals_the_oracle(policy: str, execution: str, window: int | None) -> None:
     executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), CPU)
     step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
     step.check()
@@ -51,7 +51,7 @@ def test_a_batch_of_decodes_and_chunks(policy: str, execution: str, window: int 
     assert_right(executor, step, MIXED, window)
 
 
-def test_chunks_alone() -> None:
+def test_only_chunks_are_one_launch() -> None:
     executor = GpuBackend(replace(CONFIG, sinks=True), CPU)
     batch = replace(DECODES, query_lens=np.array([0, 50, 0, 40, 0, 0, 0, 0, 0], np.int32))
     step = plan(executor, batch)
@@ -68,7 +68,7 @@ def test_decodes_next_to_chunks_need_no_mask() -> None:
     assert plan(executor, MIXED).gpu_plan.geometry.masked
 
 
-def test_stats_of_both_halves() -> None:
+def test_stats_count_both_halves() -> None:
     executor = GpuBackend(CONFIG, CPU)
     stats, decodes = plan(executor, MIXED).stats(), plan(executor, DECODES).stats()
     assert stats.tiles["64x32 prefill"] > 0 and "64x32 prefill" not in decodes.tiles

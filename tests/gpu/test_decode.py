@@ -153,7 +153,7 @@ def test_the_table_holds_every_pair() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(TABLE)))
-def test_each_pair_of_features(number: int) -> None:
+def test_each_pair_of_features_is_as_accurate_as_plain_pytorch(number: int) -> None:
     """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
     row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
     candidate, cache = turns[number % len(turns)]
@@ -175,7 +175,9 @@ def test_the_ways_are_all_that_any_cache_has() -> None:
 @pytest.mark.parametrize("candidate", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("num_sms", "execution"), [(1, "serial"), (8, "serial")])
-def test_every_tiling(candidate: int | str, cache: str, num_sms: int, execution: str) -> None:
+def test_every_tiling_is_as_accurate_as_plain_pytorch(
+    candidate: int | str, cache: str, num_sms: int, execution: str
+) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
@@ -193,7 +195,7 @@ def test_tiles_of_a_card_that_was_not_timed(candidate: int | str, cache: tuple[i
 
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(528, 256), (544, 128), (784, 256)])
-def test_pages_of_hybrid_models(page_size: int, head_dim: int) -> None:
+def test_pages_of_hybrid_models_are_read(page_size: int, head_dim: int) -> None:
     """As large as a layer's recurrent state: whole 16 tokens, and no power of two."""
     config = AttentionConfig(8, 1, head_dim, page_size, torch.float32)
     batch = tree_batch(parse_tree(f"1,2,6_{page_size},{page_size},37"), page_size, row_seed=0, page_seed=1)
@@ -204,7 +206,7 @@ def test_pages_of_hybrid_models(page_size: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize(("several", "window"), [(False, None), (True, None), (True, 21)])
 @pytest.mark.parametrize("cache", CACHES)
-def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: int | None) -> None:
+def test_subtiles_may_have_very_different_lengths(cache: str, several: bool, window: int | None) -> None:
     """Of 20 requests after a trunk, fours have some 165 private tokens, 5, 40, none and 90."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,20_64,170"), 16, row_seed=0, page_seed=1)
@@ -224,7 +226,7 @@ def test_subtiles_of_very_different_lengths(cache: str, several: bool, window: i
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("group", [5, 7, 12, 16, 20, 32])
-def test_groups_in_the_tallest_tile(group: int, cache: str) -> None:
+def test_any_group_fits_the_tallest_tile(group: int, cache: str) -> None:
     """Rows of a subtile beyond its whole groups are unused; groups over 16 heads have no subtiles and no low tile."""
     config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,9_64,32,19"), 16, row_seed=0, page_seed=1)

@@ -74,7 +74,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         ((20, 20, 20, 20, 20, 20, 20, 20, 20), 9, 30),  # all are chunks
     ],
 )
-def test_decodes_and_chunks(
+def test_decodes_and_chunks_equal_the_oracle(
     executor: GpuBackend, query_lens: tuple[int, ...], num_chunks: int, window: int | None
 ) -> None:
     batch = batch_of(*query_lens)
@@ -109,7 +109,7 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> 
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_plan_for_prompts_alone(window: int | None) -> None:
+def test_a_plan_may_be_for_prompts_only(window: int | None) -> None:
     """It has room for one query token of decodes, which no step has."""
     made = GpuBackend(replace(CONFIG, execution="serial"), CPU, Capacity(9, 1, 7, 200, 1, max_chunk_tokens=200))
     step = None
@@ -145,7 +145,7 @@ def test_overlapping_takes_the_items_of_the_lowest_tile() -> None:
 
 @settings(max_examples=5)
 @given(st.data())
-def test_any_step(data: st.DataObject) -> None:
+def test_any_step_equals_the_oracle(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 9), label="rows")
     num_chunks = data.draw(st.integers(1, rows), label="chunks")
     decodes = data.draw(st.lists(st.integers(0, 2), min_size=rows - num_chunks, max_size=rows - num_chunks))

@@ -96,7 +96,7 @@ def test_a_plan_has_the_bits_that_the_host_writes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("page_size", [528, 784])
-def test_pages_of_hybrid_models(page_size: int) -> None:
+def test_pages_of_hybrid_models_are_planned_as_on_the_host(page_size: int) -> None:
     batch = as_batch(tree_batch(parse_tree(f"1,2,6_{page_size},{page_size},37"), page_size, row_seed=0, page_seed=1))
     planned = prepare(make_rule(8, page_size, 16), capacity_for(batch))
     planned.fill(batch)
@@ -105,7 +105,7 @@ def test_pages_of_hybrid_models(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("candidate", range(len(CANDIDATES)), ids=CANDIDATES)
-def test_every_tiling_of_a_small_tree(candidate: int) -> None:
+def test_every_tiling_of_a_small_tree_is_planned_as_on_the_host(candidate: int) -> None:
     """12 requests of 4 heads, of which 6 and 12 share; several items of a tile, and several tiles of a node. Fine cuts
     are of 16 multiprocessors, the others of 16 and of one in turn."""
     num_sms = 16 if CANDIDATES[candidate].endswith(" fine") or candidate % 2 else 1
@@ -115,7 +115,7 @@ def test_every_tiling_of_a_small_tree(candidate: int) -> None:
 
 
 @pytest.mark.parametrize("bytes_per_us, l2_bytes", [(1000, 50 << 20), (60_000_000, 50 << 20), (1000, 1 << 16)])
-def test_times_that_memory_or_the_l2_cache_decide(bytes_per_us: int, l2_bytes: int) -> None:
+def test_times_that_memory_or_the_l2_cache_decide_are_those_of_the_host(bytes_per_us: int, l2_bytes: int) -> None:
     """A small cache holds 64 tokens, fewer than tiles share; some requests have several query tokens and a window."""
     batch = TREE_BATCH
     if l2_bytes < 50 << 20:
@@ -139,7 +139,7 @@ def test_a_trunk_of_more_rows_than_a_block_holds(monkeypatch: pytest.MonkeyPatch
     planned.assert_equals_host(batch)
 
 
-def test_two_lowest_tiles_of_one_height() -> None:
+def test_two_lowest_tiles_may_have_one_height() -> None:
     """Of the first items merge what the tall tile leaves, of the second none does."""
     shapes = tuple(GpuTile(*size, 1, 1, 2, (2000, 3000), (1500, 2500)) for size in ((2, 4), (2, 8), (8, 8)))
     batch = as_batch(tree_batch(parse_tree("1,12_16,6"), 1, row_seed=0, page_seed=1))
@@ -174,7 +174,9 @@ def test_a_larger_batch_before_leaves_no_trace(name: str | None) -> None:
         planned.assert_equals_host(batch)
 
 
-def test_rows_that_agree_only_behind_the_columns_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_agree_only_behind_the_columns_hashed_at_once_are_planned_as_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or that have the same pages in another order. All columns of the capacity are used, whose number is a power of
     the parts into which the search divides them."""
     monkeypatch.setattr(device_candidates, "_HASHED", 4)

@@ -76,7 +76,7 @@ def _vector_kernel(sizes, shares, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("card", [H100, H200], ids=["h100", "h200"])
-def test_the_time_of_a_launch(card: Card) -> None:
+def test_the_time_of_a_launch_is_equal_in_both_compilers(card: Card) -> None:
     rng = np.random.default_rng(0)
     loads = rng.integers(0, 1 << rng.integers(1, 34, (CASES, 7)))
     loads[:, 0] = rng.integers(1, 2000, CASES)  # items
@@ -101,7 +101,7 @@ def test_the_time_of_a_launch(card: Card) -> None:
     assert len(np.unique(expected)) > CASES, "the numbers matter"
 
 
-def test_scalars() -> None:
+def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
     rng = np.random.default_rng(1)
     numbers = rng.integers(1, 200, (CASES, 5))
     numbers[:, 1] = rng.choice([0, 1, 7, 66], CASES)
@@ -119,7 +119,7 @@ def test_scalars() -> None:
         ]
 
 
-def test_vectors() -> None:
+def test_formulas_of_vectors_are_equal_in_both_compilers() -> None:
     rng = np.random.default_rng(2)
     sizes, shares = rng.integers(0, 300, CASES), rng.integers(1, 60, CASES)
     found = torch.zeros(2, CASES, dtype=torch.int64)

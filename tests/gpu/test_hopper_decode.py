@@ -176,7 +176,7 @@ def test_masks_of_positions_are_ahead_where_registers_are_left(head_dim: int, ah
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_itemsize, page_size", [(2, 16), (2, 48), (1, 16), (1, 32), (2, 8), (2, 1), (1, 1), (1, 8)])
-def test_tiles(head_dim: int, kv_itemsize: int, page_size: int) -> None:
+def test_tiles_are_those_of_the_table_but_some_low_ones(head_dim: int, kv_itemsize: int, page_size: int) -> None:
     """One kernel computes all but a low one of 8-bit heads up to 128 and of small pages."""
     source = source_of(kv_itemsize, page_size)
     assert source == (2 if page_size % 16 else kv_itemsize == 1)
@@ -207,7 +207,9 @@ def test_the_planner_sees_the_times_of_a_hopper_tile_as_they_are() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
-def test_head_dims_groups_and_options(kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]) -> None:
+def test_head_dims_groups_and_options_reach_the_kernel(
+    kernels: dict[str, Recorder], head_dim: int, options: dict[str, Any]
+) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)
     tiles = hopper_tiles(2, head_dim, 16)
     execute(fixed_size(tiles, shape), make_tensors(), False)
@@ -290,7 +292,7 @@ def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: dict[str, Recor
 
 
 @pytest.mark.parametrize("trigger, overlaps", [(False, False), (False, True), (True, False), (True, True)])
-def test_launches_side_by_side(kernels: dict[str, Recorder], trigger: bool, overlaps: bool) -> None:
+def test_launches_side_by_side_share_the_tasks(kernels: dict[str, Recorder], trigger: bool, overlaps: bool) -> None:
     """The second overlaps the first and ends after it, and the first so what is ahead."""
     tensors, launch = make_tensors(), Launch(DECODE, Work.DECODE, 264, (1, 2), spread=True)
     bound(uploaded(), launch, Pdl(trigger, overlaps), True)(tensors)

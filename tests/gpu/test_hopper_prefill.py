@@ -114,7 +114,7 @@ def test_the_arguments_are_the_parameters_of_the_kernel() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 30.0}, {"sinks": True}, {"num_qo_heads": 14}])
-def test_head_dims_groups_and_options(
+def test_head_dims_groups_and_options_reach_the_kernel(
     kernels: tuple[Recorder, Recorder], head_dim: int, options: dict[str, Any]
 ) -> None:
     shape = replace(GEOMETRY, head_dim=head_dim, head_dim_v=head_dim, **options)

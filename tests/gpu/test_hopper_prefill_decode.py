@@ -132,7 +132,7 @@ def test_attentions_that_it_does_not_compute(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"sinks": True}, {"soft_cap": 5.0, "sinks": True}])
-def test_soft_caps_and_sinks(options: dict[str, Any]) -> None:
+def test_soft_caps_and_sinks_reach_the_kernel(options: dict[str, Any]) -> None:
     plan, tensors = make_mixed(replace(GEOMETRY, **options)), make_tensors()
     found = prefill_decode_arguments(tensors, plan, pdl_trigger=True, return_lse=False).C
     assert (found.soft_cap, found.sinks) == (options.get("soft_cap", 0.0), options.get("sinks", False))
@@ -177,7 +177,7 @@ def test_a_device_planned_step_overlaps_nothing() -> None:
     assert plan.arrays["overlapped"].tolist()[:3] == [0, 0, 0] and plan.arrays["chunk_count"].tolist()[0] == 0
 
 
-def test_hopper_tiles_beside_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_tiles_may_follow_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hopper decode kernel computes what follows the items that overlap chunks."""
     places = {
         "hopper_prefill_decode_kernel": prefill_decode,

@@ -118,7 +118,7 @@ def test_what_they_say(changes: dict[str, Any], decodes: tuple[str, ...], prompt
     assert choose(Work.PREFILL, config, card).reasons == prompts
 
 
-def test_other_cards() -> None:
+def test_other_cards_get_a_fast_kernel_only_for_what_was_timed() -> None:
     decode, prompts = (choose(work, attention_of({}), PCIE) for work in (Work.DECODE, Work.PREFILL))
     assert decode.reasons == ("the fast kernel was not timed on NVIDIA H100 PCIe with 114 SMs",)
     assert prompts.reasons == (), "plain prompts were timed well enough for every Hopper card"

@@ -85,7 +85,9 @@ class Partials:
     num_programs=st.sampled_from([1, 3, 60]),
     sinks=st.booleans(),
 )
-def test_any_partials(counts: list[int], heads: tuple[int, int], width: int, num_programs: int, sinks: bool) -> None:
+def test_any_partials_are_merged(
+    counts: list[int], heads: tuple[int, int], width: int, num_programs: int, sinks: bool
+) -> None:
     case = Partials(counts, heads, width, seed=len(counts))
     found = case.merged(num_programs, merge_tile(heads[0], width), sinks)
     for out, expected in zip(found, case.expected(sinks), strict=True):

@@ -364,7 +364,7 @@ def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None)
     assert replace(overlap, forced=True).is_worth(2000, 1000)
 
 
-def test_time_of_chunks(hopper: None) -> None:
+def test_the_time_of_chunks_is_close_to_what_was_measured(hopper: None) -> None:
     overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Shares(83, 50)), num_sms=132)
     table = np.zeros((1, 1024), np.int32)
 
@@ -389,7 +389,7 @@ def test_time_of_chunks(hopper: None) -> None:
     flops_per_ns=st.sampled_from([1, 10_000, 580_000]),
     fixed=st.booleans(),
 )
-def test_any_mix_of_decodes_and_chunks(
+def test_any_mix_of_decodes_and_chunks_equals_the_oracle(
     hopper: None, tree: str, query_lens: list[int], window: int | None, flops_per_ns: int, fixed: bool
 ) -> None:
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)

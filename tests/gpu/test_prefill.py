@@ -45,7 +45,7 @@ def chunks_of(tree: str, query_lens: list[int], page_size: int = 16) -> PagedBat
 
 
 @pytest.mark.parametrize("number", range(len(TABLE)))
-def test_each_pair_of_features(number: int) -> None:
+def test_each_pair_of_features_is_as_accurate_as_plain_pytorch(number: int) -> None:
     """The table of the decode kernel; tiles, policies and executions take turns."""
     row, turns = TABLE[number], list(itertools.product(POLICIES, TILES))
     policy, tile = turns[number % len(turns)]
@@ -61,7 +61,7 @@ def test_each_pair_of_features(number: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 5, 7, 12, 16])
 @pytest.mark.parametrize("cache", [(2, 128), (4, 128), (2, 256, True)])
-def test_groups_in_the_tiles_of_the_table(group: int, cache: tuple[int, int]) -> None:
+def test_any_group_fits_the_tiles_of_the_table(group: int, cache: tuple[int, int]) -> None:
     """Rows beyond the last whole group are unused."""
     config = AttentionConfig(2 * group, 2, 16, 16, torch.float32)
     step = random_step(0, config, chunks_of("1,2,3_64,32,19", [19, 1, 10]))
@@ -70,7 +70,7 @@ def test_groups_in_the_tiles_of_the_table(group: int, cache: tuple[int, int]) ->
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 48, 128, 528])
 @pytest.mark.parametrize("window", [None, 5, 40])
-def test_pages_and_windows(page_size: int, window: int | None) -> None:
+def test_pages_and_windows_may_have_any_size(page_size: int, window: int | None) -> None:
     """A page of several blocks, a block of several pages, and pages of no power of two; ranges begin inside pages."""
     batch = chunks_of(f"1,2_{page_size * (40 // page_size + 1)},40", [40, 13], page_size)
     step = replace(random_step(1, replace(CONFIG, page_size=page_size), batch), window=window)
@@ -111,7 +111,7 @@ def test_chunks_behind_one_prefix_read_it_once() -> None:
 
 
 @pytest.mark.parametrize("q_scale", [-1.0, 0.0, -1e-30])
-def test_logits_of_any_sign(q_scale: float) -> None:
+def test_logits_may_have_any_sign(q_scale: float) -> None:
     for cap in (None, 3.0):
         config = replace(CONFIG, logits_soft_cap=cap)
         step = random_step(5, config, chunks_of("1,2_48,40", [40, 30]), q_scale=q_scale)
@@ -128,7 +128,7 @@ def test_logits_far_apart_do_not_overflow() -> None:
 
 @settings(max_examples=fraction(4))
 @given(seed=st.integers(0, 2**32 - 1), window=st.sampled_from([None, 1, 17, 60]))
-def test_mixed_batches(seed: int, window: int | None) -> None:
+def test_mixed_batches_are_as_accurate_as_plain_pytorch(seed: int, window: int | None) -> None:
     """Chunks, decodes, padding rows and shared prefixes, with any policy and execution."""
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 4, 16, 24]))

@@ -35,16 +35,16 @@ def tile(m: int = 16, n: int = 64, warps: int = 2, stages: int = 3) -> GpuTile:
         (4, Resources(32, 0, 228 << 10), 0),
     ],
 )
-def test_resident_ctas(warps: int, used: Resources, ctas_per_sm: int) -> None:
+def test_resident_ctas_are_limited_by_each_resource(warps: int, used: Resources, ctas_per_sm: int) -> None:
     assert HOPPER.resident(tile(warps=warps), used) == ctas_per_sm
 
 
-def test_the_lower_bound_on_keys() -> None:
+def test_the_lower_bound_on_keys_is_shared_by_the_ctas() -> None:
     # 800 ns x 4,574 bytes/ns = 3.66 MB in flight on the card, 27.7 kB on each of 132, 108.3 keys of 256 bytes
     assert [least_keys(ctas_per_sm, MEMORY, 256) for ctas_per_sm in (1, 2, 4)] == [109, 55, 28]
 
 
-def test_keys_in_flight() -> None:
+def test_keys_in_flight_are_those_of_all_stages_but_one() -> None:
     assert [keys_in_flight(tile(n=64, stages=stages)) for stages in (2, 3, 5)] == [64, 128, 256]
 
 
@@ -59,7 +59,7 @@ def test_keys_in_flight() -> None:
         (tile(warps=32), Resources(128, 0, 1000), "no CTA fits an SM"),
     ],
 )
-def test_each_constraint(candidate: GpuTile, used: Resources, reason: str) -> None:
+def test_each_constraint_has_its_reason(candidate: GpuTile, used: Resources, reason: str) -> None:
     assert reasons_against(candidate, used, HOPPER, MEMORY, 256) == [reason]
 
 

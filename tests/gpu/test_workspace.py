@@ -38,7 +38,7 @@ def inputs(**scales: Any) -> LayerInputs:
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor([0.5]), torch.tensor([0.25, 2.0])])
-def test_products(scale: Any) -> None:
+def test_products_of_scales_stay_equal_when_cached(scale: Any) -> None:
     scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
     for _ in range(2):
         logits, values = scales.of(inputs(q_scale=3.0, k_scale=scale, v_scale=scale))

@@ -74,7 +74,7 @@ def assert_same(found: Forest, expected: Forest) -> None:
         assert a.tolist() == b.tolist(), name
 
 
-def test_no_rows() -> None:
+def test_no_rows_make_an_empty_forest() -> None:
     assert nodes_of(forest_of(make_batch([]))) == []
 
 

@@ -139,7 +139,7 @@ def test_the_room_for_chunks(changes: dict[str, int], limits: ChunkLimits | None
 
 
 @pytest.mark.parametrize("lens, above", [([], 0), ([3, 3, 3], 3), ([0, 0, 0], 0)])
-def test_no_chunk(lens: list[int], above: int) -> None:
+def test_short_requests_are_no_chunks(lens: list[int], above: int) -> None:
     assert divide(make_batch([[0, 1, 2, 3]] * len(lens), query_lens=lens), above, 1) is None
 
 

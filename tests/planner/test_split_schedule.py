@@ -38,7 +38,7 @@ def end_of_schedule(rule: SplitRule, items: list[int]) -> int:
 
 
 @given(lengths=LENGTHS, slots=st.sampled_from([1, 2, 3, 7, 132]), heads=st.sampled_from([1, 8]))
-def test_the_time_of_a_schedule(lengths: list[int], slots: int, heads: int) -> None:
+def test_the_time_of_a_schedule_is_that_of_a_simulation(lengths: list[int], slots: int, heads: int) -> None:
     rule, tiles = RULE._replace(num_workers=slots, num_kv_heads=heads, partial_bytes=0), tiles_of(lengths)
     weights = np.array([weight_of(rule, length, 32) for length in lengths])
     items = [int(weight) + rule.item_bytes for weight in weights]
@@ -101,6 +101,6 @@ def test_the_time_of_a_work_list(lengths: list[int], partials: int) -> None:
     assert work_time(RULE, items, partials) == whole + merge
 
 
-def test_one_slot_or_no_tile() -> None:
+def test_one_slot_or_no_tile_is_not_split() -> None:
     assert scheduled_splits(RULE._replace(num_workers=1), tiles_of([50_000, 3])).tolist() == [50_000, 3]
     assert scheduled_splits(RULE, tiles_of([])).tolist() == []

@@ -35,7 +35,7 @@ def tiles_of_lengths(lengths: list[int]) -> np.ndarray:
     return np.array([[p, 0, n, p, p + 1] for p, n in enumerate(lengths)], np.int32).reshape(-1, 5)
 
 
-def test_the_rule_of_an_attention_on_a_device() -> None:
+def test_the_rule_follows_from_attention_and_device() -> None:
     device = DeviceModel("test", 512, 16, 4, 16_384, 25, True, 256)
     rule = split_rule(device, cost_model(device, 32, 8, 192, 64, 2), 8, 192, 512)
     assert rule == SplitRule(

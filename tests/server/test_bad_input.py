@@ -183,7 +183,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "message"), BAD)
-def test_a_bad_field(server: Server, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_a_bad_field_is_named(server: Server, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
     # A lone surrogate cannot be sent as UTF-8; JSON can escape it.
     content = json.dumps(body)
     headers = {"Content-Type": "application/json"}
@@ -221,7 +221,9 @@ def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> 
         ("PUT", "/static/live.js", 405, "expected the method GET or HEAD"),
     ],
 )
-def test_other_paths_and_methods(server: Server, method: str, path: str, status: int, expected: str) -> None:
+def test_other_paths_and_methods_are_refused_with_what_there_is(
+    server: Server, method: str, path: str, status: int, expected: str
+) -> None:
     response = httpx.request(method, f"{server.url}{path}")
     message = response.json()["error"]["message"]
     assert response.status_code == status and message.startswith(f"{method} {path}: ") and expected in message

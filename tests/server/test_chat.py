@@ -49,7 +49,7 @@ def test_parts_of_text_are_one_text(server: Server, reference: LLM) -> None:
     assert shown[0] == shown[1]
 
 
-def test_log_probabilities(server: Server) -> None:
+def test_a_chat_has_log_probabilities(server: Server) -> None:
     answer = server.client().chat.completions.create(
         model=NAME, messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
     )

@@ -88,7 +88,7 @@ def server_loop(server: Server):  # type: ignore[no-untyped-def]
     return server.app.state.service.loop
 
 
-def test_keys(start_server: Callable[..., Server]) -> None:
+def test_each_key_is_a_tenant(start_server: Callable[..., Server]) -> None:
     server = start_server(api_keys=("first-key", "second-key"))
     body = {"prompt": "A prefix of more than sixteen tokens.", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}):
@@ -105,7 +105,7 @@ def test_keys(start_server: Callable[..., Server]) -> None:
     assert [cached("first-key"), cached("first-key"), cached("second-key"), cached("second-key")] == [0, 32, 0, 32]
 
 
-def test_no_other_origin_unless_asked_for(server: Server, start_server: Callable[..., Server]) -> None:
+def test_no_other_origin_may_call_unless_allowed(server: Server, start_server: Callable[..., Server]) -> None:
     origin = {"Origin": "https://example.org"}
     assert "access-control-allow-origin" not in server.get("/health", headers=origin).headers
     open_server = start_server(allowed_origins=("https://Example.org",))

@@ -76,7 +76,7 @@ def test_several_prompts_and_answers(server: Server, reference: LLM, stream: boo
     assert texts == [answer.text for output in expected for answer in output.outputs]
 
 
-def test_token_ids_and_echo(server: Server, reference: LLM) -> None:
+def test_prompts_may_be_token_ids_and_are_echoed(server: Server, reference: LLM) -> None:
     token_ids = reference.tokenizer(PROMPT)["input_ids"]
     for prompt in (token_ids, [token_ids]):
         answer = server.client().completions.create(model=NAME, prompt=prompt, echo=True, max_tokens=4, temperature=0)
@@ -100,7 +100,7 @@ def test_a_stream_that_holds_its_beginning_back_echoes_the_prompt(
     assert texts == [prompt + greedy(reference, prompt, 6) for prompt in prompts for _ in range(2)]
 
 
-def test_log_probabilities(server: Server, reference: LLM) -> None:
+def test_log_probabilities_are_those_of_the_engine(server: Server, reference: LLM) -> None:
     arguments = {"model": NAME, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 2}
     whole = server.client().completions.create(**arguments).choices[0]
     expected = reference.generate(PROMPT, SamplingParams(temperature=0, max_tokens=5, logprobs=2))[0].outputs[0]

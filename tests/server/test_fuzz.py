@@ -175,7 +175,7 @@ def check_answer(response: httpx.Response, place: str, most_characters: int = 11
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_wrong_values_of_every_kind(start_server: Callable[..., Server], path: str) -> None:
+def test_wrong_values_of_every_kind_are_refused(start_server: Callable[..., Server], path: str) -> None:
     server = start_server(max_answers=4)
     server.llm.tokenizer.chat_template = WRITES_ALL  # type: ignore[union-attr]
     model, right = PATHS[path]
@@ -187,7 +187,7 @@ def test_wrong_values_of_every_kind(start_server: Callable[..., Server], path: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_the_largest_value_of_every_field(start_server: Callable[..., Server], path: str) -> None:
+def test_the_largest_value_of_every_field_is_answered(start_server: Callable[..., Server], path: str) -> None:
     server = start_server()
     server.llm.tokenizer.chat_template = WRITES_ALL  # type: ignore[union-attr]
     model, right = PATHS[path]

@@ -96,7 +96,7 @@ def test_what_is_impossible_is_a_number_in_json(start_server: Callable[..., Any]
     assert found["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
-def test_offsets_of_parts_and_of_broken_characters() -> None:
+def test_parts_of_a_character_have_its_offset() -> None:
     offsets = TextOffsets()
     assert [offsets.before(part) for part in (b"a", b"\xc3", b"\xa9", b"", b"bc", b"d")] == [0, 1, 1, 2, 2, 4]
     broken = TextOffsets()

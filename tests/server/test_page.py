@@ -46,7 +46,7 @@ def looked_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[threa
     seen.set()
 
 
-def test_the_forest_and_the_figures(server: Server, page: Page, looked_at: threading.Event) -> None:
+def test_the_page_shows_the_forest_and_the_figures(server: Server, page: Page, looked_at: threading.Event) -> None:
     page.goto(server.url)
     expect(page.locator("#state")).to_have_text("live")
     expect(page.locator("#model")).to_have_text(NAME)
@@ -82,7 +82,7 @@ def is_within(page: Page, selector: str) -> bool:
     return bool(edges) and all(left >= 0 and right <= width for left, right in edges)
 
 
-def test_the_forest_on_a_phone(server: Server, page: Page, looked_at: threading.Event) -> None:
+def test_the_forest_fits_a_phone(server: Server, page: Page, looked_at: threading.Event) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(server.url)
     body = {"prompt": [TRUNK + end for end in "abcd"], "max_tokens": 400, "ignore_eos": True}
@@ -133,7 +133,7 @@ def test_the_charts_follow_the_theme(server: Server, page: Page) -> None:
     assert not page.evaluate(script, light)
 
 
-def test_a_chat(server: Server, page: Page) -> None:
+def test_a_chat_is_answered(server: Server, page: Page) -> None:
     page.goto(server.url)
     page.fill("#question", "Which part is read once?")
     page.keyboard.press("Enter")

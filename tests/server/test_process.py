@@ -179,7 +179,7 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("--allowed-origin", "https://llm.example/", "expected a scheme and a host without a path"),
     ],
 )
-def test_a_bad_option(folder: Path, option: str, value: object, message: str) -> None:
+def test_a_bad_option_is_named(folder: Path, option: str, value: object, message: str) -> None:
     environment = os.environ | {"COLUMNS": "200"}
     done = subprocess.run(
         command(folder, option, value), capture_output=True, text=True, env=environment, timeout=PATIENCE

@@ -19,7 +19,7 @@ from trunkattn.server.live import Live, _Shot
 from .conftest import NAME, PATIENCE, Server, wait_for
 
 
-def test_health_and_models(server: Server, folder: Path) -> None:
+def test_health_and_models_are_served(server: Server, folder: Path) -> None:
     assert server.get("/health").json() == {"status": "ok"}
     (model,) = server.client().models.list().data
     assert server.client().models.retrieve(NAME) == model
@@ -192,7 +192,7 @@ def test_the_samples_are_bounded(server: Server) -> None:
     assert shot.event(699).count('"seconds"') == 1 and shot.event(700).count('"seconds"') == 0
 
 
-def test_the_figures_of_the_whole_server(start_server: Callable[..., Server]) -> None:
+def test_the_page_has_the_figures_of_the_whole_server(start_server: Callable[..., Server]) -> None:
     server = start_server()
     server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
     server.post("/v1/completions", {"prompt": 1})

@@ -28,7 +28,7 @@ EVERYTHING = replace(SMALL_TREE, head_dim_v=5, sliding_window=3, soft_cap=2.0, h
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_outputs_and_gradients(case: TrainingCase) -> None:
+def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(case: TrainingCase) -> None:
     results = run(case)
     case.assert_accurate(results)
     if case.packed:
@@ -37,7 +37,9 @@ def test_outputs_and_gradients(case: TrainingCase) -> None:
 
 @pytest.mark.parametrize("case", (*FEATURES, *TREES))
 @pytest.mark.parametrize("block", [16, 256])
-def test_windows_caps_sinks_values_and_trees(case: TrainingCase, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_caps_sinks_values_and_trees_are_as_accurate_as_plain_pytorch(
+    case: TrainingCase, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_blocks, "_CPU_BLOCK", block)
     results = run(case)
     case.assert_accurate(results)
@@ -52,7 +54,7 @@ def test_a_branch_may_begin_with_the_last_query_of_a_block(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("number", [2, 4, 9])
-def test_sequences_of_several_blocks(number: int) -> None:
+def test_sequences_may_have_several_blocks(number: int) -> None:
     case = longer(TABLE[number], 8, "cpu", F32)
     case.assert_accurate(run(case))
 
@@ -66,7 +68,7 @@ def test_half_precision_has_float32_sums(dtype: torch.dtype) -> None:
 @settings(max_examples=fraction(2))
 @given(case=any_case(20, (F32, F16, BF16)), block=st.sampled_from([4, 16]))
 @pytest.mark.property
-def test_any_case(case: TrainingCase, block: int) -> None:
+def test_any_case_is_as_accurate_as_plain_pytorch(case: TrainingCase, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_blocks, "_CPU_BLOCK", block)
         results = run(case)
@@ -252,7 +254,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("case", [DENSE, PACKED])
-def test_export_with_a_batch_of_any_size(case: TrainingCase) -> None:
+def test_it_exports_with_a_batch_of_any_size(case: TrainingCase) -> None:
     tensors = [tensor.contiguous() for tensor in case.inputs[:3]]
     sums = [tensor for tensor in case.cu_seqlens if tensor is not None]
     size = torch.export.Dim("size", min=2, max=64)
@@ -328,13 +330,13 @@ BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("error", "message", "changes"), BAD, ids=[message for _, message, _ in BAD])
-def test_bad_input(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+def test_bad_input_is_refused(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(error, match=re.escape(message)):
         flash_attention(**{"q": Q, "k": K, "v": K} | changes)
 
 
 @pytest.mark.parametrize(("error", "message", "changes"), BAD_PACKED, ids=[message for _, message, _ in BAD_PACKED])
-def test_bad_packed_input(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+def test_bad_packed_input_is_refused(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(error, match=re.escape(message)):
         flash_attention(**{"q": ROWS, "k": KEYS, "v": KEYS} | SUMS | changes)
 

@@ -148,7 +148,7 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("num_sms", [0, 132])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_and_gradients_around_the_main_kernel(
+def test_the_kernels_around_the_main_one_prepare_rows_and_write_gradients(
     case: TrainingCase, num_sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are more SMs than CTAs, they share the heads of a group."""

@@ -38,7 +38,7 @@ def run(case: TrainingCase, tile: FlashTile, deterministic: bool, inputs: Result
 
 @pytest.mark.parametrize("number", range(len(TABLE)))
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_outputs_and_gradients(number: int, deterministic: bool) -> None:
+def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(number: int, deterministic: bool) -> None:
     case, tile = TABLE[number], (WIDE, TALL, SQUARE)[(number + deterministic) % 3]
     results = run(case, tile, deterministic)
     case.assert_accurate(results)
@@ -47,7 +47,7 @@ def test_outputs_and_gradients(number: int, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(FEATURES)))
-def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
+def test_windows_caps_sinks_and_narrow_values_are_as_accurate_as_plain_pytorch(number: int) -> None:
     case = FEATURES[number]
     results = run(case, (WIDE, TALL, SQUARE)[number % 3], bool(number % 2))
     case.assert_accurate(results)
@@ -56,14 +56,14 @@ def test_windows_caps_sinks_and_values_of_another_width(number: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_edges_of_a_window_that_just_reach_a_block(causal: bool) -> None:
+def test_edges_of_a_window_may_just_reach_a_block(causal: bool) -> None:
     """With each number of keys another bound of the blocks that are read, or that need no mask, is at its edge."""
     case = TrainingCase(((32, 81), (32, 86), (32, 89), (32, 94), (64, 74)), True, causal, (1, 1), 16, sliding_window=40)
     case.assert_accurate(run(case, SQUARE, deterministic=True))
 
 
 @pytest.mark.parametrize(("lengths", "window"), [((31, 24, 40), 18), ((17, 24, 40), 32), ((16, 47, 20), None)])
-def test_edges_of_a_tree_that_just_reach_a_block(lengths: tuple[int, ...], window: int | None) -> None:
+def test_edges_of_a_tree_may_just_reach_a_block(lengths: tuple[int, ...], window: int | None) -> None:
     """Of a trunk and two branches: the window's, or the last query of a block is the first of the second branch."""
     case = tree_case(PrefixTree.from_segments((-1, 0, 0), lengths), heads=(1, 1), sliding_window=window)
     case.assert_accurate(run(case, SQUARE, deterministic=True))
@@ -76,7 +76,7 @@ def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(TREES)))
-def test_trees(number: int) -> None:
+def test_trees_are_as_accurate_as_plain_pytorch(number: int) -> None:
     TREES[number].assert_accurate(run(TREES[number], (WIDE, TALL, SQUARE)[number % 3], bool(number % 2)))
 
 
@@ -116,7 +116,7 @@ def test_tokens_farther_apart_than_a_block_counts_in_32_bits(deterministic: bool
     deterministic=st.booleans(),
 )
 @pytest.mark.property
-def test_any_case(case: TrainingCase, tile: FlashTile, deterministic: bool) -> None:
+def test_any_case_is_as_accurate_as_plain_pytorch(case: TrainingCase, tile: FlashTile, deterministic: bool) -> None:
     results = run(case, tile, deterministic)
     case.assert_accurate(results)
     if case.packed:
@@ -150,7 +150,9 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 @pytest.mark.parametrize("tile", [WIDE, TALL])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
-def test_queries_that_see_nothing(tile: FlashTile, deterministic: bool, packed: bool) -> None:
+def test_queries_that_see_nothing_have_output_and_gradient_0(
+    tile: FlashTile, deterministic: bool, packed: bool
+) -> None:
     """Of 40 causal queries over 7 keys the first 33; among them a whole tile."""
     case = TrainingCase(((40, 7),), packed, True, (2, 1), 16)
     results = run(case, tile, deterministic)[:5]
@@ -244,7 +246,7 @@ def test_sums_that_make_no_sense_are_never_followed_outside(wrong: list[int]) ->
         assert not any(tensor.isnan().any() for tensor in (out, *found[:3]))
 
 
-def test_a_batch_without_sequences() -> None:
+def test_a_batch_may_have_no_sequences() -> None:
     case = TrainingCase((), True, True, (2, 1), 16, padding=40)
     sums = torch.zeros(1, dtype=torch.int32)
     q, k, v, dout, dlse = case.inputs
@@ -254,7 +256,7 @@ def test_a_batch_without_sequences() -> None:
         case.assert_padding_is_zero((out, lse.T, *found[:3]))
 
 
-def test_the_preferred_tiles_of_the_table() -> None:
+def test_the_preferred_tiles_of_the_table_compute() -> None:
     """They are far larger than the sequence: one program does all."""
     case = TrainingCase(((20, 24),), False, True, (2, 1), 32)
     q, k, v, dout, dlse = case.inputs

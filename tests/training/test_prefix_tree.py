@@ -100,14 +100,14 @@ def assert_exact(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, F16, BF16])
-def test_outputs_and_gradients_over_several_blocks(dtype: torch.dtype) -> None:
+def test_outputs_and_gradients_are_exact_over_several_blocks(dtype: torch.dtype) -> None:
     assert_exact(DEEP, (4, 2), dtype)
 
 
 @settings(max_examples=fraction(4))
 @given(tree=trees(9), heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dtype=st.sampled_from([F64, F32, BF16]))
 @pytest.mark.property
-def test_any_tree(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_any_tree_is_exact(tree: PrefixTree, heads: tuple[int, int], dtype: torch.dtype) -> None:
     block, cpu_blocks._CPU_BLOCK = cpu_blocks._CPU_BLOCK, 4
     try:
         assert_exact(tree, heads, dtype)
@@ -298,7 +298,7 @@ def attend(tokens: int = 4, lead: tuple[int, ...] = (), **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("message", "call"), BAD, ids=[message for message, _ in BAD])
-def test_bad_input(message: str, call: Callable[[], Any]) -> None:
+def test_bad_input_is_refused(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
@@ -365,7 +365,7 @@ def path_to(token: int, above: list[int]) -> list[int]:
     data=st.data(),
 )
 @pytest.mark.property
-def test_tables_by_definition(parents: tuple[int, ...], data: st.DataObject) -> None:
+def test_tables_keep_their_definition(parents: tuple[int, ...], data: st.DataObject) -> None:
     """What a tree knows of its segments, from the path of each token; segments in another order are refused."""
     count = len(parents)
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
@@ -401,7 +401,7 @@ def test_tables_by_definition(parents: tuple[int, ...], data: st.DataObject) -> 
 @settings(max_examples=fraction(2))
 @given(ends=st.lists(st.integers(0, 8), min_size=1, max_size=7))
 @pytest.mark.property
-def test_ends_of_subtrees_by_definition(ends: list[int]) -> None:
+def test_ends_of_subtrees_make_a_tree_or_are_refused(ends: list[int]) -> None:
     """Ranges that are nested are a tree, and the first token whose range is not nested in those before is named."""
     limits = [min([end for end in ends[:token] if end > token], default=len(ends)) for token in range(len(ends))]
     wrong = [token for token, (end, limit) in enumerate(zip(ends, limits, strict=True)) if not token < end <= limit]

@@ -32,7 +32,7 @@ def leaves(kind: str, tokens: int = 10) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batched_gradients_and_vmap(kind: str) -> None:
+def test_batched_gradients_and_vmap_give_the_same(kind: str) -> None:
     given = leaves(kind)
     sinks = torch.randn(4, requires_grad=True)
     out, lse = ATTENTION(*given, **KINDS[kind], sinks=sinks, return_lse=True)
@@ -99,7 +99,7 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("message", "changes"), BAD, ids=[message for message, _ in BAD])
-def test_nested_tensors_that_do_not_fit(message: str, changes: dict[str, Any]) -> None:
+def test_nested_tensors_that_do_not_fit_are_refused(message: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ATTENTION(**({"q": JAGGED, "k": JAGGED, "v": JAGGED} | changes))
 
@@ -152,7 +152,7 @@ class TreeLayer(torch.nn.Module):
         return out
 
 
-def test_export_with_a_tree() -> None:
+def test_it_exports_with_a_tree() -> None:
     given = tuple(tensor.detach() for tensor in leaves("tree"))
     exported = torch.export.export(TreeLayer(), given)
     assert torch.equal(exported.module()(*given), TreeLayer()(*given))
@@ -185,6 +185,6 @@ def test_a_tree_outlives_what_traces_it(use: Callable[..., Any], monkeypatch: py
 
 
 @pytest.mark.slow
-def test_data_parallel_and_fully_sharded() -> None:
+def test_processes_in_data_parallel_or_fully_sharded_agree() -> None:
     """Two processes on this CPU, a tree each: gradients are the mean of both."""
     assert in_processes_of_its_own("cpu") == ["ddp", "equal", "fsdp2", "equal"]

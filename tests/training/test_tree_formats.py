@@ -25,7 +25,7 @@ def same(found: PrefixTree, expected: PrefixTree) -> None:
 
 @given(tree=trees(4))
 @pytest.mark.property
-def test_there_and_back(tree: PrefixTree) -> None:
+def test_a_tree_comes_back_from_every_format(tree: PrefixTree) -> None:
     same(formats.from_paths(*formats.to_paths(tree)), tree)
     same(formats.from_subtree_ranges(formats.to_subtree_ranges(tree)), tree)
     same(formats.from_tree_segments(formats.to_tree_segments(tree)), tree)
@@ -47,12 +47,12 @@ def test_group_ids_say_what_arts_mask_reads_in_them(tree: PrefixTree) -> None:
     assert torch.equal(sees, earlier & (tokens[:, None] < tree.subtree_end))
 
 
-def test_paths_of_a_small_tree() -> None:
+def test_paths_of_a_small_tree_are_as_by_hand() -> None:
     found = [tensor.tolist() for tensor in formats.to_paths(DEEP)]
     assert found == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5], [0, 2, 3, 4, 6], [0, 2, 5, 9, 13]]
 
 
-def test_group_info_and_padding() -> None:
+def test_groups_may_have_padding() -> None:
     assert formats.to_group_info(ONE_LEVEL) == [[3, 2, 1], [4, 2]]
     same(formats.from_group_info([[3, 2, 1], [4, 2]]), ONE_LEVEL)
     same(formats.from_group_info([torch.tensor([3, 2, 1]), torch.tensor([4, 2])]), ONE_LEVEL)  # type: ignore[list-item]
@@ -166,6 +166,6 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
 
 
 @pytest.mark.parametrize(("message", "call"), BAD, ids=[message for message, _ in BAD])
-def test_bad_input(message: str, call: Callable[[], Any]) -> None:
+def test_bad_input_is_refused(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
