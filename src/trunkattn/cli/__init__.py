@@ -1,4 +1,5 @@
-"""The command `trunkattn`: demo, generate, serve, analyze, explain, doctor. One line names packages that it lacks."""
+"""The command `trunkattn`: demo, generate, serve, analyze, explain, doctor. If packages are missing, one line says
+so."""
 
 import errno
 import os
@@ -10,13 +11,13 @@ from trunkattn.names import install_command
 __all__ = ["main"]
 
 LIBRARIES = ("typer", "rich")
-# A full disk or quota, a file of the largest size that is allowed, a device that fails
+# A full disk or quota, a file that reached its size limit, and a failing device.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
     """Entry point of the console script and of `python -m trunkattn`."""
-    is_silent = sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}  # its answers go elsewhere
+    is_silent = sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}  # it prints no result
     if not is_silent and not _takes_output():
         sys.exit(
             "trunkattn: standard output is closed or cannot be written, so the result would be lost: send it to a "
@@ -24,26 +25,26 @@ def main() -> None:
         )
     try:
         _run()
-    except BrokenPipeError:  # who reads the result has gone; Python would flush what is left, and complain
+    except BrokenPipeError:  # the reader of the output has ended; at its end Python would flush the rest, and fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in WRITE_ERRORS or error.filename is not None:  # it is no result that cannot be written
+        if error.errno not in WRITE_ERRORS or error.filename is not None:  # not about the output
             raise
         reason = "is full" if error.errno == errno.ENOSPC else f"takes no more ({error.strerror})"
         sys.exit(f"trunkattn: the disk or file that it writes to {reason}: make room, or write to another one")
 
 
 def _takes_output() -> bool:
-    """Whether standard output is open for writing. Python has none if the number is no file's."""
+    """Whether standard output is open for writing. It is None if file descriptor 1 is closed."""
     try:
         return sys.stdout is not None and os.write(1, b"") == 0
-    except OSError as error:  # a full disk is told when something is written
+    except OSError as error:  # a full disk is reported at the first write
         return error.errno != errno.EBADF
 
 
 def _run() -> None:
-    """Runs the command, or as much of it as runs without the libraries that draw tables."""
+    """Runs the command. Without the libraries that draw tables only `doctor` runs."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing and sys.argv[1:2] == ["doctor"]:
         from trunkattn.cli.doctor import run_plainly

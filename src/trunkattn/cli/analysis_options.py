@@ -34,19 +34,19 @@ _MODEL_HELP: Final = (
 
 
 def _log(text: str) -> Path:
-    """The value of LOG as a path. An empty text, which a variable without a value gives, would be the current folder,
-    all of whose files would be prompts."""
+    """The value of LOG as a path. Refuses an empty text, such as that of an unset variable: as a path it would mean the
+    current folder, and every file in it would count as a prompt."""
     if not text:
         raise typer.BadParameter("'': expected a file, a folder, or - for standard input")
     return Path(text)
 
 
 class Listed(tuple[Any, ...]):
-    """Values of an option that takes several, with commas between them."""
+    """Values of an option that takes a list, separated by commas."""
 
 
 def _listed(parser: Callable[[str], Any]) -> Callable[[Any], Listed]:
-    """The parser of such an option, which leaves its default as it is. No text at all stands for no value."""
+    """The parser of an option that takes a list. Empty text is an empty list, and the default stays as it is."""
 
     def listed(text: Any) -> Listed:
         if isinstance(text, Listed):

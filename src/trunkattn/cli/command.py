@@ -72,8 +72,8 @@ def command(options: type[Options]) -> Callable[[Callable[[Options], None]], Cal
 
 
 def _at_home(value: Any) -> Any:
-    """The value of an option; a path, or each of a list, with a home folder in the place of `~`: shells leave that in
-    `--option=~/file`."""
+    """The value of an option, with `~` in a path or a list of paths replaced by the home folder. Shells do not replace
+    it in `--option=~/file`."""
     if isinstance(value, list):
         return [_at_home(one) for one in value]
     return expanded(value) if isinstance(value, Path) else value
@@ -81,15 +81,14 @@ def _at_home(value: Any) -> Any:
 
 @contextmanager
 def reported_by_option(options: type[Any]) -> Iterator[None]:
-    """Turns the library's `name=value: expected ...` into an error of the option with that name, or of the field with
-    it, exit code 2. A missing package is reported alike, and so is a file that nobody can look at, such as one with a
-    name that is too long."""
+    """Context in which the library's errors `name=value: expected ...` become errors of the option or field of that
+    name, with exit code 2. So do a missing package, and a file that cannot be opened."""
     try:
         yield
     except ImportError as error:
         raise typer.BadParameter(str(error)) from error
     except OSError as error:
-        if error.filename is None:  # it is about no file that somebody has named
+        if error.filename is None:  # not about a file that the user named
             raise
         message = f"{str(error.filename)!r}: {error.strerror}; expected a file or a folder that can be read"
         raise typer.BadParameter(message) from error
@@ -103,17 +102,17 @@ def reported_by_option(options: type[Any]) -> Iterator[None]:
 
 
 def _by_option(message: str, names: Mapping[str, str]) -> str:
-    """A message of the library with the command line's names for fields. Names of one word stay, because they may be
-    plain words of the message, and so does text in double quotes, such as a field of a file."""
+    """Replaces names of fields in a message of the library by those of the command line. Names of one word stay,
+    because they may be plain words. So does text in double quotes, such as a field of a file."""
     return re.sub(r'(?<![\w"-])[a-z]+(?:_[a-z]+)+\b', lambda found: names.get(found[0], found[0]), message)
 
 
 def _option_name(field: Field[Any]) -> str:
-    """What the command line calls a field: its option, or the word that stands for its argument."""
+    """The command line's name for a field: its option, or the placeholder of its argument."""
     for each in get_args(field.type):
         if isinstance(each, ArgumentInfo) and each.metavar:
             return str(each.metavar)
-        if isinstance(each, OptionInfo):  # whose first name typer takes for a default
+        if isinstance(each, OptionInfo):  # typer keeps its first name as the default
             names = [name for name in (each.default, *(each.param_decls or ())) if isinstance(name, str)]
             return next(iter(names), f"--{field.name.replace('_', '-')}")
     return f"--{field.name.replace('_', '-')}"

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 
 def run_generate(options: GenerateOptions) -> None:
-    """Checks the options and prompts, loads the model, answers, and prints. The checks of what the command line says
-    come first, then whether there is a model, then standard input, for which nobody waits in vain. torch is loaded
-    after the checks that need no model, and weights after the others."""
+    """Checks the options and prompts, loads the model, answers, and prints.
+
+    Options are checked first, then the path of the model, and only then standard input is read, so that a user does not
+    type a prompt in vain. torch is loaded after these checks, and weights after all others.
+    """
     with reported_by_option(GenerateOptions):
         params = options.sampling_params()
     given = given_prompts(options)
@@ -60,7 +62,7 @@ def run_generate(options: GenerateOptions) -> None:
 
 
 def given_prompts(options: GenerateOptions) -> list[str | None]:
-    """The prompts from the one source that is given; None for what standard input says."""
+    """The prompts from the only source that is given; None stands for the text of standard input."""
     if options.prompt and options.prompt_file:
         raise typer.BadParameter("given together with --prompt-file: expected one of the two", param_hint="--prompt")
     if options.prompt:
@@ -92,7 +94,7 @@ def _standard_input() -> str:
 
 
 def _checked(source: str, prompt: str) -> str:
-    """A prompt that is a text with something in it."""
+    """A prompt, if it is valid text that is not blank."""
     if not prompt.strip():
         raise typer.BadParameter(f"nothing but white space ({shown(prompt)}): expected text", param_hint=source)
     try:

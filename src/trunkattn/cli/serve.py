@@ -59,15 +59,15 @@ def run_serve(options: ServeOptions) -> None:
 
 
 def _bound(server: ServerOptions) -> socket.socket:
-    """A socket that has the port before the model is loaded, which may last minutes. It does not listen yet, so that
-    nobody takes the server for ready."""
+    """A socket that is bound to the port, before the model is loaded, which may take minutes. It does not listen yet,
+    so that the server does not seem ready."""
     with _reported(server):
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Connections of a server that has ended make SO_REUSEADDR necessary. A socket that keeps it would share the
-            # port with another one that has it too and does not listen yet.
+            # SO_REUSEADDR is needed if connections of an earlier server are still closing. It is unset afterwards,
+            # because two sockets that have it and do not listen may share a port.
             try:
                 listener.bind(address)
             except OSError as error:
@@ -83,7 +83,7 @@ def _bound(server: ServerOptions) -> socket.socket:
 
 
 def _listen(listener: socket.socket, server: ServerOptions) -> None:
-    """Begins to take connections. The next server may take the port while the last of them end."""
+    """Begins to take connections. With SO_REUSEADDR the next server can take the port while the last of them close."""
     with _reported(server):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen()
@@ -91,7 +91,7 @@ def _listen(listener: socket.socket, server: ServerOptions) -> None:
 
 @contextlib.contextmanager
 def _reported(server: ServerOptions) -> Iterator[None]:
-    """Turns an error of a socket into one of the option that it is about."""
+    """Context in which an error of a socket becomes one of the option that caused it."""
     try:
         yield
     except UnicodeError as error:
@@ -105,8 +105,8 @@ def _reported(server: ServerOptions) -> Iterator[None]:
 
 
 def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
-    """The model, ready for its first step. The progress bars of other libraries are hidden: they cannot be written
-    where the disk of the log is full, and logging can do without."""
+    """Loads the model and makes it ready for its first step. The progress bars of other libraries are hidden, because
+    they would fail if the disk of the log is full. Log lines do not."""
     _LOG.info("Loading %s. The first time, this compiles kernels too.", name_of(options.model))
     with reported_by_option(ServeOptions), contextlib.redirect_stderr(io.StringIO()):
         from trunkattn.engine import LLM
@@ -114,7 +114,7 @@ def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
         use_threads(options.threads)
         llm = LLM(options.model, **vars(config))
         llm.warm_up()
-    # Garbage collection stops every thread. Objects that are loaded by now stay alive, so they need no second look.
+    # Garbage collection stops every thread. All objects so far stay alive, so it need not visit them again.
     gc.collect()
     gc.freeze()
     _LOG.info("%s runs on %s.", name_of(options.model), place(llm))

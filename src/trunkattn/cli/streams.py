@@ -18,10 +18,10 @@ STANDARD_STREAM: Final = Path("-")
 
 
 class _WithoutErrors(io.RawIOBase):
-    """Writes to another stream what that takes, and drops the rest."""
+    """Writes to another stream, and drops what that cannot write."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
-        self._stream = stream  # which would close its buffer if nobody had it
+        self._stream = stream  # kept alive, because it closes its buffer when it goes
 
     def writable(self) -> bool:
         return True
@@ -40,17 +40,17 @@ class _WithoutErrors(io.RawIOBase):
 
 
 def prepare_standard_streams() -> None:
-    """Lets a command end as its work ends.
+    """Makes the standard streams safe, so that a command fails only if its work does.
 
-    What the encoding of a stream lacks is escaped. Standard error takes everything, also where its disk is full: a
-    progress bar is not worth an answer. A closed stream becomes one that keeps nothing, and its number that of no other
-    file: libraries would write to standard output instead, or into the next file or connection with this number.
+    Characters that the encoding of a stream lacks are escaped. Errors of standard error are ignored, such as a full
+    disk, because a progress bar is not worth an answer. A closed stream is replaced by /dev/null, also at the level of
+    file descriptors: otherwise the next file or connection would get its number, and libraries would write into that.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,4 +1,4 @@
-"""`BatchAttention.run` without the host's time for it: a layer's launches, captured once in a CUDA graph."""
+"""`BatchAttention.run` in less time of the host: the launches of each layer are captured once in a CUDA graph."""
 
 from functools import partial
 from typing import Any, Final
@@ -8,26 +8,26 @@ import torch
 from trunkattn.attention import BatchAttention, Plan
 from trunkattn.gpu.graphs import GraphCache
 
-_MOST_GRAPHS: Final = 1024  # models have some hundred layers; more mean that caches come and go
+_MOST_GRAPHS: Final = 1024  # models have some hundred layers; more graphs belong to caches that are gone
 
 
 def _place(value: Any) -> Any:
-    """What a captured launch depends on."""
+    """The properties of an argument that a captured launch depends on."""
     return (value.data_ptr(), value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 class CapturedRun:
     """`BatchAttention.run` for plans that every step refills, and layers whose q and out have new addresses each time.
 
-    From Python a layer's launches take the host some hundred microseconds, which steps of few tokens do not hide. A
-    graph repeats them on the tensors that it was captured with, so q is copied to where this object keeps it and the
-    result from there. Layers are told apart by their plans and caches; each is captured when it comes for the second
-    time. While another graph is captured, for steps of more tokens, and on a CPU, this is `run` itself.
+    To launch a layer's kernels from Python takes some hundred microseconds, longer than a step of few tokens takes the
+    GPU. A graph launches them at once, but always on the tensors that it was captured with. So q is copied to a tensor
+    of this object, and the result is copied from another one. A layer is known by its plan and caches, and is captured
+    at its second call. This is plain `run` while another graph is captured, for steps of more tokens, and on a CPU.
 
     Args:
-        attention: with a capacity, unless it is on a CPU.
-        chunk_tokens: of prompt chunks beside the capacity's max_query_tokens, for which there is room here. More take
-            the GPU longer than the host, and longer to copy.
+        attention: has a capacity, unless it is on a CPU.
+        chunk_tokens: room for tokens of prompt chunks, in addition to the capacity's max_query_tokens. With more tokens
+            a graph saves nothing, because the GPU takes longer than the host.
     """
 
     @torch.inference_mode(False)

@@ -77,8 +77,9 @@ def attend(
 
 
 def _opened(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
-    """What `masks.mask` returned: cu_seqlens [num_sequences + 1], or the tokens that are kept [rows, keys]. Any other
-    mask as it is, for `_check_packing` to refuse; so is one of a layer that is causal where its mask is not."""
+    """The contents of a mask that `masks.mask` made: cu_seqlens [num_sequences + 1], or which tokens are kept [rows,
+    keys]. Any other mask is returned as it is, and `_check_packing` refuses it. The same holds for a mask without
+    causality in a causal layer."""
     if mask is None or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         return mask
     if mask.dtype == torch.int32:
@@ -87,15 +88,18 @@ def _opened(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
 
 
 def _of_as_many_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of one row for as many as others have: GraniteSpeech has learned queries that all rows ask."""
+    """Repeats tensors of one row for all rows of the others: GraniteSpeech has learned queries that all rows share."""
     rows = max(len(tensor) for tensor in tensors)
     return [tensor.expand(rows, -1, -1, -1) if len(tensor) == 1 else tensor for tensor in tensors]
 
 
 def _is_causal(module: nn.Module, mask: torch.Tensor | None, option: bool | None) -> bool:
-    """Whether a layer is causal: what it was called with, else what it says of itself, else it is. Next to a mask some
-    causal layers pass False, because masks of PyTorch's own attention are whole (Moonshine). A model that was called
-    with False says so in its configuration until it returns, and makes masks accordingly."""
+    """Whether a layer is causal: by the option that it was called with, else by its own attribute, else it is.
+
+    With a mask, some causal layers pass False (Moonshine), because PyTorch's masks include causality. So the attribute
+    of such a layer counts. But if the whole model was called with False, its configuration says so until the call
+    returns, its masks have no causality, and False holds.
+    """
     own: bool | None = getattr(module, "is_causal", None)
     of_model = getattr(getattr(module, "config", None), "is_causal", None)
     if option is None or (own and mask is not None and of_model is not False):
@@ -108,11 +112,13 @@ def _padded(
 ) -> torch.Tensor:
     """Attention of the tokens that a mask of padding keeps, 0 for the others. given: options of `flash_attention`."""
     q, k, v = tensors
-    # the queries are the last keys' tokens; without these, they may be another text's, as in an encoder and its decoder
+    # With `own` the queries belong to the last keys. Otherwise they may belong to another text, as in a decoder that
+    # attends to its encoder.
     own = causal or given["sliding_window"]
     asked = kept[:, kept.shape[1] - q.shape[1] :] if own else kept.new_ones(q.shape[:2])
     given = given | {"cu_seqlens_q": _lengths(asked), "cu_seqlens_k": _lengths(kept)}
-    # once for each mask: a GPU waits for their number, and inductor takes no second one for an equal number
+    # `nonzero` is called once for each mask: each call waits for the GPU, and inductor does not know that two calls
+    # find equally many tokens
     keys = kept.flatten().nonzero().squeeze(1)
     queries = keys if own and q.shape[1] == kept.shape[1] else asked.flatten().nonzero().squeeze(1)
     flat = [tensor.flatten(0, 1)[places] for tensor, places in ((q, queries), (k, keys), (v, keys))]
@@ -123,15 +129,15 @@ def _padded(
 
 
 def _lengths(kept: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of the tokens of each row that a mask keeps."""
+    """cu_seqlens [rows + 1] of the tokens that a mask keeps in each row."""
     return torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
 
 
 def _sums(
     mask: torch.Tensor | None, of_queries: torch.Tensor | None, of_keys: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """cu_seqlens of queries and of keys by what a mask and a model's keywords say. Where both do, each boundary of
-    either holds, and one that both have is an empty sequence."""
+    """cu_seqlens of queries and of keys, from a mask, from a model's keywords, or from both. In the latter case the
+    boundaries are joined, and a boundary that both have makes an empty sequence."""
     of_mask = mask if mask is not None and mask.dim() == 1 else None
     if of_queries is None or of_keys is None:
         return None if of_mask is None else (of_mask, of_mask)
@@ -143,7 +149,7 @@ def _sums(
 
 
 def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | None, options: dict[str, Any]) -> None:
-    """Raises where a layer's arguments do not say what the masks of its model do."""
+    """Raises if a layer's arguments contradict the masks that its model makes."""
     config = getattr(module, "config", None)
     window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     if window and keys > window and "sliding_window" not in options:  # 0 is Qwen2-MoE's word for none
@@ -173,7 +179,7 @@ def _check_layer(module: nn.Module, keys: int, causal: bool, tree: PrefixTree | 
 def _check_packing(
     rows: int, keys: int, mask: torch.Tensor | None, tree: PrefixTree | None, options: dict[str, Any]
 ) -> None:
-    """Raises unless at most one thing says which tokens belong together, and it fits the batch."""
+    """Raises if more than one argument says which tokens belong together, or if it does not fit the batch."""
     given = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if options.get(name) is not None]
     if len(given) == 1:
         missing = "cu_seq_lens_k" if given == ["cu_seq_lens_q"] else "cu_seq_lens_q"
@@ -201,7 +207,8 @@ def _check_packing(
 
 
 def _check_queries(queries: int, keys: int, causal: bool) -> None:
-    """Raises if a causal layer has a query for some tokens of packed sequences only; which ones is not known."""
+    """Raises if a causal layer over packed sequences has fewer queries than keys: nobody knows whose queries they
+    are."""
     if causal and queries != keys:
         raise ValueError(
             f"query has {queries} tokens and key has {keys} beside packed sequences: expected as many; leave "
@@ -210,12 +217,12 @@ def _check_queries(queries: int, keys: int, causal: bool) -> None:
 
 
 def check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, options: dict[str, Any]) -> None:
-    """Raises if a model that names its positions has others than the tree or, without one, than packed sequences by its
-    mask or the one sequence that all its tokens are; it reads them once for a forward pass."""
+    """Raises if `position_ids`, which some models pass on, contradict the sequences: those of the tree, the packed ones
+    of the mask, or the only one. Reads them once in a forward pass."""
     position_ids = options.get("position_ids")
     if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
-    known = getattr(position_ids, _CHECKED, None)  # on the tensor: another one may get its place in memory later
+    known = getattr(position_ids, _CHECKED, None)  # kept on the tensor itself, because its address may be reused
     packed = packed and tree is None
     if known is not None and known[0] is tree and known[1:] == (packed, version(position_ids)):
         return
@@ -244,8 +251,8 @@ def check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, op
 
 
 def _check_begins(module: nn.Module, position_ids: torch.Tensor) -> None:
-    """Raises if a sequence within a row begins elsewhere than at 0, as the branches of a tree do that a model has kept
-    from its attention."""
+    """Raises if positions within a row jump to another number than 0. The branches of a tree do this, if the model does
+    not pass the tree on."""
     rows = position_ids.cpu()
     wrong = ((rows[:, 1:] != rows[:, :-1] + 1) & (rows[:, 1:] != 0)).nonzero().tolist()
     if wrong:
@@ -264,7 +271,7 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written to; those of inference mode do not count."""
+    """How often a tensor has been written to; -1 for tensors of inference mode, which do not count that."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -275,7 +282,7 @@ def _one(out: Any) -> torch.Tensor:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Raises for options that ask for what is not there."""
+    """Raises for options that this attention does not have."""
     if options.get("dropout"):
         raise ValueError(f"dropout={options['dropout']}: expected 0, as attention here has none; set attention_dropout")
     asked = sorted(name for name in _ABSENT if options.get(name) is not None and options[name] is not False)

@@ -1,10 +1,13 @@
 """transformers' mask interface, for `attention.attend`.
 
-transformers asks for a mask once for a forward pass and gives it to every layer. Ours is none where all is causal, and
-otherwise has four dimensions, which models may index. Of padding it is [rows, 1, 1, keys], 1 for tokens that are kept:
-uint8 beside a causal mask, and bool without one, as PyTorch's own attention has it, because encoders use it in other
-places too (Siglip 2 in its pooling, LASR in its convolutions). Of sequences that are packed or of chunks it holds their
-`cu_seqlens`, [1, 1, 1, num_sequences + 1] int32. No mask that a model makes itself has the integer dtypes.
+transformers asks for a mask once in a forward pass and gives it to every layer. Ours is None for plain causal
+attention. Otherwise it has four dimensions, because models may index them:
+
+- for padding, [rows, 1, 1, keys], 1 for tokens that are kept: uint8 if the attention is causal. If not, it is bool, as
+  for PyTorch's own attention, because encoders use it elsewhere too (Siglip 2 in its pooling, LASR in convolutions);
+- for packed sequences or chunks, their `cu_seqlens`, [1, 1, 1, num_sequences + 1] int32.
+
+No mask that a model makes by itself has one of the integer dtypes.
 """
 
 from collections.abc import Callable
@@ -28,10 +31,10 @@ def mask(
     local_size: int | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask interface; see the module for what it returns.
+    """transformers' mask interface; the module says what it returns.
 
     Raises:
-        ValueError: the mask is one that no packed sequence, window or padding makes, or for an attention of the model's
+        ValueError: the mask is not one of packed sequences, windows or padding, or the model has an attention of its
             own.
     """
     if options.get("config") is not None:
@@ -44,7 +47,7 @@ def mask(
     if not both_ways:
         _check_last(options.get("q_offset"), q_length, kv_offset + kv_length)
     kept = _kept(attention_mask, kv_offset, kv_length, torch.bool if both_ways else torch.uint8)
-    if local_size == 0:  # of layers that the model does not have: no query would see a key
+    if local_size == 0:  # the model has no such layers: no query would see a key
         return kept
     local = local_size is not None and local_size < kv_offset + kv_length
     if kept is not None and q_length != kv_length and local and both_ways:
@@ -63,7 +66,7 @@ def mask(
 
 
 def _check_model(config: Any, causal: bool) -> None:
-    """Raises if models of a configuration take no masks of ours. causal: whether they ask for a causal one."""
+    """Raises if models of a configuration cannot use our masks. causal: whether they ask for a causal one."""
     why, then = why_not(config), "give them masks that they do not know"
     if why is None and causal:
         why, then = why_not_causal(config), "let tokens see later ones"
@@ -74,7 +77,8 @@ def _check_model(config: Any, causal: bool) -> None:
 
 
 def require(holds: torch.Tensor, message: str) -> None:
-    """Raises ValueError unless a tensor of one bool is true; torch.compile keeps it as an assertion of the graph."""
+    """Raises ValueError unless a tensor of one bool is true. Under torch.compile the check becomes an assertion of the
+    graph."""
     if torch.compiler.is_compiling():
         torch._assert_async(holds, message)
     elif not bool(holds):
@@ -82,7 +86,7 @@ def require(holds: torch.Tensor, message: str) -> None:
 
 
 def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: int) -> None:
-    """Raises unless the last query is the last key's, which `flash_attention` takes for granted."""
+    """Raises unless the last query belongs to the last key, as `flash_attention` assumes."""
     if isinstance(q_offset, torch.Tensor) or (q_offset is not None and q_offset + q_length != keys_end):
         raise ValueError(
             f"the cache has room for keys behind the last query: attn_implementation={NAME!r} takes caches that grow; "
@@ -93,8 +97,8 @@ def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: in
 def _kept(
     attention_mask: torch.Tensor | None, kv_offset: int, kv_length: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The part of a mask of padding that belongs to the keys, as `mask` returns it, None if it hides none. Under
-    torch.compile, which cannot look at it, it may hide none."""
+    """The part of a padding mask that belongs to the keys, as `mask` returns it; None if it hides no key. Under
+    torch.compile its values are unknown, so that a mask is returned even if it hides none."""
     if attention_mask is None:
         return None
     kept = attention_mask[:, kv_offset : kv_offset + kv_length]
@@ -102,7 +106,8 @@ def _kept(
 
 
 def _check_holes(kept: torch.Tensor) -> None:
-    """Raises unless padding is at the ends of each row: within one, a window would count the tokens that are left."""
+    """Raises if padding lies between tokens of a row: a window would then reach too far, as it counts kept tokens
+    only."""
     kept = kept[:, 0, 0].bool()
     begins = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
     require(
@@ -115,11 +120,15 @@ def _check_holes(kept: torch.Tensor) -> None:
 def _boundaries(
     mask_function: Callable[..., Any], keys: tuple[int, int, int], device: torch.device | str, whole: str
 ) -> torch.Tensor | None:
-    """cu_seqlens of all rows, as `mask` returns them: a sequence begins where a token does not see the one before. None
-    if each row is one. Under torch.compile, which needs fixed shapes, empty sequences follow.
+    """cu_seqlens of all rows, as `mask` returns them: a sequence begins where a token does not see the one before it.
+    None if each row is a single sequence. Under torch.compile, which needs fixed shapes, empty sequences follow.
 
-    keys: the rows, the place of the first key in a row, and the number of keys in one. whole: why each row has to be
-    one sequence, if it has to."""
+    Args:
+        mask_function: transformers' function of batch, head, query and key indices.
+        keys: the number of rows, the place of the first key in a row, and the number of keys of a row.
+        device: where cu_seqlens is made.
+        whole: the reason why each row must be a single sequence; empty if it need not.
+    """
     count, first, length = keys
     rows = torch.arange(count, dtype=torch.int64, device=device)[:, None]
     later = torch.arange(first + 1, first + length, dtype=torch.int64, device=device)[None]

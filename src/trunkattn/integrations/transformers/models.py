@@ -1,5 +1,5 @@
-"""What the classes of a model say about it. Attention and masks are given only the model's configuration. The name of
-its module, `configuration_X`, leads to the module of the model, `modeling_X`."""
+"""Whether a model can use our attention, found from its classes. Attention and masks get only the configuration of a
+model. From the name of its module, `configuration_X`, follows that of the model's module, `modeling_X`."""
 
 import inspect
 import re
@@ -10,24 +10,27 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-# Layers that attend with a mask, or that mix no tokens.
+# Layers whose attention obeys a mask, and layers that compute each token by itself.
 _ATTEND: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"})
-# Layers whose queries see a selection of the earlier tokens, or sums of them.
+# Layers whose queries see only some of the earlier tokens, or sums of them.
 _SELECT: Final = frozenset({"indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"})
-# What source code sets `is_causal` to, as a variable, an attribute or an argument.
+# Finds the values that source code gives to `is_causal`, a variable, an attribute or an argument.
 _IS_CAUSAL: Final = re.compile(r"\bis_causal\b(?:\s*:[^=,)\n]*)?\s*=\s*([^,)#\s]+)")
 _NOT_CAUSAL: Final = frozenset({"False", "None", "is_causal", "self.is_causal"})
-_FROM_PADDING: Final = "def create_position_ids_from_input_ids("  # the name of it in all of these models
+_FROM_PADDING: Final = "def create_position_ids_from_input_ids("  # all of these models call it so
 _SUPPORTED: Final = ("_supports_sdpa", "_supports_flash_attn", "_supports_attention_backend")
 
 
 class _Facts(NamedTuple):
     """What the classes of a model allow.
 
-    takes_attention: models take another attention and its masks. Older ones compute attention themselves and would add
-    our mask to their logits. is_stateful: some layers keep a state. takes_positions: models take position ids.
-    is_causal: some attention may say that it is causal.
-    from_padding: a model numbers its tokens from its padding_idx + 1 on.
+    Attributes:
+        takes_attention: the attention can be chosen. Older models compute it themselves and would add our mask to
+            their logits.
+        is_stateful: some layers keep a state.
+        takes_positions: the model takes position_ids.
+        is_causal: some layer may call its attention with `is_causal`.
+        from_padding: the model numbers tokens from padding_idx + 1 on.
     """
 
     takes_attention: bool = True
@@ -38,7 +41,7 @@ class _Facts(NamedTuple):
 
 
 def why_not(config: Any) -> str | None:
-    """What keeps models of a configuration from another attention, or None if nothing is known."""
+    """Why models of a configuration cannot use another attention; None if no reason is known."""
     selecting = [str(layer) for layer in getattr(config, "layer_types", None) or () if layer in _SELECT]
     if selecting:
         return f"have layers of {selecting[0]}"
@@ -46,7 +49,7 @@ def why_not(config: Any) -> str | None:
 
 
 def why_no_tree(config: Any) -> str | None:
-    """What makes packed tokens of a tree others than those of its sequences in a model, or None if nothing is known."""
+    """Why a model computes the packed tokens of a tree differently from its sequences; None if no reason is known."""
     facts, layers = _facts_of(type(config).__module__), getattr(config, "layer_types", None)
     others = [str(layer) for layer in layers or () if layer not in _ATTEND]
     if others or (layers is None and facts.is_stateful):
@@ -57,8 +60,8 @@ def why_no_tree(config: Any) -> str | None:
 
 
 def why_not_causal(config: Any) -> str | None:
-    """What keeps models of a configuration from a causal mask, which is told to us by `is_causal` of each layer; None
-    if nothing is known."""
+    """Why a causal mask does not mean causal layers in models of a configuration; None if no reason is known. Our masks
+    leave causality to `is_causal` of each layer."""
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     if both_ways or not _facts_of(type(config).__module__).is_causal:
         return "make a causal mask for layers that say that they are not causal"
@@ -92,6 +95,6 @@ def _looked_up(configuration: str) -> _Facts:
 
 
 def _may_be_causal(source: str) -> bool:
-    """Whether some attention in the source code of a module may be causal. One that does not say so is."""
+    """Whether some attention in the source code of a module may be causal. Without `is_causal` it is."""
     values = set(_IS_CAUSAL.findall(source))
     return not values or not values <= _NOT_CAUSAL
