@@ -104,17 +104,17 @@ class BatchAttention:
     Call `plan` once per step (and window) and `run` once per layer. Do not use one object from several threads at once,
     because all of its plans share a workspace.
 
-    A query, key or value that is not finite makes outputs of the requests that see it NaN or infinite, and no others,
-    but for two cases, both on a GPU. A value reaches the other requests of its tile of up to 64 rows, whose weights for
-    it are 0. With a sliding window, a value of a token just before the window reaches queries that see others of its
-    page.
+    A query, key or value that is not finite makes outputs NaN or infinite, but only those of requests that see it.
+    There are two exceptions, both on a GPU. A value also reaches the other requests in its tile of up to 64 rows,
+    because their weight for it is 0, and 0 times NaN is NaN. With a sliding window, a value just before the window
+    reaches queries that see other tokens of its page.
 
     Args:
         config: shape and options.
-        device: where q and the caches live. Of "cuda" it is the GPU that is current now.
-        capacity: upper bounds of a step, or None to take what comes. On a GPU a plan then has arrays of fixed sizes,
-            and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without one, a
-            later plan may move the workspace, and a graph must not be replayed after it.
+        device: where q and the caches are. "cuda" means the GPU that is current when the object is made.
+        capacity: upper bounds of a step; None: there are none. With a capacity a plan on a GPU has arrays of fixed
+            sizes, and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without
+            a capacity a later plan may move the workspace, and an earlier graph must not be replayed then.
 
     Raises:
         ValueError: with the reasons, if the device cannot run the configuration.
@@ -139,7 +139,7 @@ class BatchAttention:
         self._backend: Backend[Any] = source.make(config, self.device, capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a copy is made of: it has a workspace of its own, and none of this one's plans."""
+        """Makes copies and pickles from the arguments only: a copy has its own workspace, and no plans."""
         return type(self), (self.config, self.device, self.capacity)
 
     def plan(
@@ -214,12 +214,12 @@ class BatchAttention:
             return self._backend.plan(tables, earlier), checked.last_page
 
     def overlaps(self, chunks: PromptChunks) -> bool:
-        """Whether `plan` with these chunks lets one kernel compute them and what decodes beside them, which is faster
-        than one after the other by a card's measured times (POD-Attention §4). Always False but on an H100 or H200."""
+        """Whether a plan with these chunks computes them and the decodes in one kernel, because that is faster by the
+        card's measured times (POD-Attention §4). Always False except on an H100 or H200."""
         return self._backend.overlaps(chunks)
 
     def check(self) -> None:
-        """Waits for the device, and reports what plans made there met since the last check.
+        """Waits for the device, and reports bad values that plans made there have met since the last check.
 
         Raises:
             ValueError: naming what was out of bounds in a block table, lengths or query starts.
@@ -228,8 +228,8 @@ class BatchAttention:
 
     @property
     def errors(self) -> torch.Tensor | None:
-        """[1] int32 on the device, not 0 if `check` would raise, to be copied without waiting; None: nothing is planned
-        on the device. `gpu.device_planner.planner.errors_of` says what it means."""
+        """[1] int32 on the device, not 0 if `check` would raise: to be copied without a wait. None if nothing is
+        planned on the device. `gpu.device_planner.planner.errors_of` puts it in words."""
         return self._backend.errors
 
     def _check_into(self, into: Any, window: int) -> None:
@@ -265,19 +265,19 @@ class BatchAttention:
         """Attention of one layer.
 
         Args:
-            plan: of this object.
+            plan: a plan of this object.
             q: [num_query_tokens, num_qo_heads, head_dim] in the configured dtype. With a capacity it may have more
-                rows, up to max_query_tokens; of them, `out` is left as it is and lse undefined. The host does not know
-                how many tokens a query_start_loc on the device has: fewer rows than that are undefined. With a
-                latent_dim also a pair, of the first latent_dim columns (absorbed) and of the others (rope).
+                rows, up to max_query_tokens: their `out` is not written, and their lse is undefined. If query_start_loc
+                is on the device, the host cannot check that q has enough rows; with too few, results are undefined.
+                With a latent_dim q may also be a pair: the first latent_dim columns (absorbed) and the others (rope).
             k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim / head_dim_v] in the cache dtype, any
                 strides with a contiguous last dimension. With a latent_dim, k_cache is [num_pages, page_size, head_dim]
                 and v_cache None: the values are its first columns.
-            out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides, in no other argument's memory;
-                None: a new tensor.
+            out: [num_query_tokens, num_qo_heads, head_dim_v] to write into, any strides. It must not share memory with
+                another argument. None: a new tensor.
             return_lse: also return lse [num_query_tokens, num_qo_heads] float32 (natural log, sinks not included).
-            q_scale, k_scale, v_scale: what stored q, k, v are to be multiplied by: a number, or a tensor of one element
-                or [num_kv_heads]. With a latent_dim k_scale is the rows', of keys and values, and v_scale None.
+            q_scale, k_scale, v_scale: factors of stored q, k and v: a number, or a tensor of one element or
+                [num_kv_heads]. With a latent_dim k_scale is the factor of whole rows, and v_scale is None.
             sinks: [num_qo_heads] extra logits, given iff the configuration says so.
 
         Raises:
@@ -316,8 +316,8 @@ class BatchAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Does what `run` does for tensors that are known to fit, without a check: others read and write foreign
-        memory. The configuration has no latent_dim.
+        """Does the same as `run`, without its checks, for a configuration without latent_dim. Tensors that do not fit
+        read and write foreign memory.
 
         The embedded engine calls it for a layer that `run` has checked in an earlier step.
         """

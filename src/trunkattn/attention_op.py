@@ -32,9 +32,9 @@ def run_in_graph(number: int, inputs: LayerInputs, latent: bool, out: torch.Tens
 
     Args:
         number: of the plan.
-        inputs: checked ones, as `of_layer` gives them.
-        latent: whether the cache is a latent one, which `inputs` has two views of.
-        out: what to write into.
+        inputs: checked arguments, as `of_layer` returns them.
+        latent: whether the caches of `inputs` are two views of one latent cache.
+        out: the tensor to write into.
     """
     scales = [getattr(inputs, name) for name in _SCALES]
     found: torch.Tensor = torch.ops.trunkattn.run(
@@ -52,7 +52,7 @@ def run_in_graph(number: int, inputs: LayerInputs, latent: bool, out: torch.Tens
 
 
 def _number(scale: Scale) -> float:
-    """A scale that is a number; NaN for none."""
+    """A scale as a number; NaN if it is None or a tensor."""
     return math.nan if scale is None or isinstance(scale, torch.Tensor) else float(scale)
 
 

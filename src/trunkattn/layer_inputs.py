@@ -33,7 +33,8 @@ class LayerInputs(NamedTuple):
 
 def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
     """The arguments of `run`, with keys and values as two tensors [pages, page_size, num_kv_heads, ...]. For a latent
-    cache both are views of it, and a given `v_cache` must be that view. arguments: those of the caller, unchecked."""
+    cache both are views of it, and if the caller gives a `v_cache`, it must be that view. arguments: not yet
+    checked."""
     q: Any = arguments.q
     k_cache: Any = arguments.k_cache
     v_cache: Any = arguments.v_cache
@@ -87,7 +88,7 @@ def _is_same_view(tensor: Any, view: torch.Tensor) -> bool:
 
 
 def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens: int, inputs: LayerInputs) -> None:
-    """Checks everything the host can see of the arguments of `run`; nothing waits for a device."""
+    """Checks everything that the host can see of the arguments of `run` without waiting for a device."""
     if not isinstance(inputs.return_lse, bool):
         raise TypeError(f"return_lse={inputs.return_lse!r}: expected a bool")
     k_cache, v_cache, out, sinks = inputs.k_cache, inputs.v_cache, inputs.out, inputs.sinks
@@ -133,7 +134,7 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
 def _tensor(
     name: str, tensor: Any, shape: tuple[int | None, ...], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Checks a tensor. shape: its first size may be None, for any."""
+    """Checks a tensor. shape: the first size may be None, which stands for any."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
     check_dense(name, tensor)
@@ -148,7 +149,7 @@ def _tensor(
     if tensor.dim() != len(shape) or given != wanted_shape:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
-    if not torch.compiler.is_compiling():  # which traces tensors without memory, and runs with others
+    if not torch.compiler.is_compiling():  # a traced tensor has no memory, and the op checks the real one
         check_plain(name, tensor)
         check_memory(name, tensor)
 
@@ -160,7 +161,7 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         if value.numel() not in (1, num_kv_heads):
             raise ValueError(f"{name} has {value.numel()} elements: expected 1 or num_kv_heads={num_kv_heads}")
         _tensor(name, value, tuple(value.shape), None, device)
-        # on a GPU, looking at the values would wait for it, and a graph that is traced has none
+        # a GPU would have to be waited for, and a traced graph has no values
         hidden = device.type != "cpu" or torch.compiler.is_compiling()
         finite = hidden or bool(value.float().isfinite().all())
     elif isinstance(value, Real) and not isinstance(value, bool):
@@ -174,8 +175,8 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
 
 
 def _check_product(config: AttentionConfig, inputs: LayerInputs, device: torch.device) -> None:
-    """Checks that the product of all factors of the logits is finite. Scales on a GPU are not checked, nor those of a
-    graph that is traced, whose op checks them."""
+    """Checks that the product of all factors of the logits is finite. Scales on a GPU are not checked. Those of a
+    traced graph are checked when it runs."""
     if (inputs.q_scale is None and inputs.k_scale is None) or torch.compiler.is_compiling():
         return
     product: Any = config.logit_scale
@@ -199,5 +200,5 @@ def scale_array(value: Scale, num_kv_heads: int) -> NDArray[np.float32]:
 
 
 def scale_tensor(value: float | torch.Tensor) -> float | torch.Tensor:
-    """A checked scale to multiply a [num_kv_heads] tensor by. torch multiplies by no fractions or huge integers."""
+    """A checked scale as a factor of a [num_kv_heads] tensor: torch cannot multiply by a Fraction or a huge integer."""
     return value.detach().to(torch.float32).reshape(-1) if isinstance(value, torch.Tensor) else float(value)

@@ -1,4 +1,4 @@
-"""Errors that say that there is no memory, as one sentence about what asked for it."""
+"""Out-of-memory errors, replaced by one sentence about what needed the memory."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _ON_A_CPU: Final = "can't allocate memory"  # of torch, which has no type for th
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the one that it was raised from, says that there is no memory."""
+    """Whether an error, or its cause, is an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, RuntimeError) and _ON_A_CPU in str(error):
@@ -22,8 +22,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(message: Callable[[str], str]) -> Iterator[None]:
-    """Raises ValueError in the place of an error that says that there is no memory. message: gives the sentence, from
-    the bytes that were asked for at last, such as "2.00 GiB"."""
+    """Context in which an out-of-memory error becomes a ValueError. message: returns its text, given the size of the
+    failed allocation, such as "2.00 GiB"."""
     try:
         yield
     except Exception as error:

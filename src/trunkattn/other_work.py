@@ -1,4 +1,4 @@
-"""How busy others keep the processors that this process may use."""
+"""How busy other programs keep the processors that this process may use."""
 
 import os
 import time
@@ -18,15 +18,16 @@ def _process_seconds() -> float:
 
 
 class OtherWork:
-    """Processors that others keep busy from now on, of those that this process may use. `steal`, what a host takes from
-    its guest, counts as theirs.
+    """Counts how many of this process's processors other programs keep busy, from now on. On a virtual machine the time
+    that the host takes away (`steal`) counts, too.
 
-    own_seconds: processor time that is not theirs; by default this process's.
-    counts_nice: whether programs count that give way to others (`nice`).
+    Args:
+        own_seconds: returns the processor time that does not count as others'; by default that of this process.
+        counts_nice: whether programs of low priority (`nice`) count.
 
     Example:
         >>> work = OtherWork()
-        >>> cores = work.cores()  # since the line before; None where the system does not tell
+        >>> cores = work.cores()  # since the line before; None if the system has no /proc/stat
     """
 
     def __init__(self, own_seconds: Callable[[], float] = _process_seconds, counts_nice: bool = True) -> None:
@@ -36,7 +37,7 @@ class OtherWork:
         self._before = self._seconds()
 
     def cores(self) -> float | None:
-        """Mean number of processors, at least 0; None where the system has no /proc/stat."""
+        """The mean number of busy processors so far, at least 0; None if the system has no /proc/stat."""
         now, before = self._seconds(), self._before
         elapsed = time.monotonic() - self._started
         if now is None or before is None or elapsed <= 0:
@@ -44,7 +45,7 @@ class OtherWork:
         return max(0.0, (now - before) / elapsed)
 
     def _seconds(self) -> float | None:
-        """Seconds for which the processors have been busy with others, since the machine started."""
+        """Processor time of other programs since the machine started, in seconds."""
         try:
             lines = [line.split() for line in _STAT.read_text().splitlines() if line.startswith("cpu")]
         except OSError:

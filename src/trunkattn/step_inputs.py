@@ -66,8 +66,8 @@ def all_on_gpu(inputs: StepInputs) -> bool:
 
 
 def check_on_device(inputs: StepInputs) -> None:
-    """Checks the arguments of a step that is planned on the device, as far as the host sees them. The device planner
-    checks the shapes."""
+    """Checks the arguments of a step that is planned on the device, except for their shapes, which the device planner
+    checks, and their values, which it clamps."""
     if inputs.num_pages is not None:
         raise ValueError(
             "num_pages is given: expected None, for these tables are planned on the GPU; use Capacity.num_pages"
@@ -106,8 +106,7 @@ def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capac
 
 
 class CheckedStep(NamedTuple):
-    """The tables of a step in host memory, whose values are right: see `BatchAttention.plan`. last_page: the highest
-    page id that a request names; -1 if none does."""
+    """The checked tables of a step in host memory. last_page: the highest page id of a request; -1 if there is none."""
 
     block_table: Int32Array
     seq_lens: Int32Array

@@ -19,7 +19,7 @@ _LONGEST: Final = 4096  # bits of an integer that a message writes; Python refus
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with a home folder in the place of `~`. That of a user who does not exist stays, and is no file's name."""
+    """A path with `~` replaced by the home folder. For a user who does not exist it stays as it is."""
     return Path(os.path.expanduser(path))
 
 
@@ -31,7 +31,7 @@ def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) 
         ValueError: out of bounds.
     """
     if type(value) is int and value >= at_least and (at_most is None or value <= at_most):
-        return value  # nearly every call: the scheduler makes several for each sequence and step
+        return value  # the usual case comes first: the scheduler makes several calls for each sequence and step
     accepted = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: expected {accepted}")
@@ -48,13 +48,13 @@ def keep_int(record: Any, name: str, at_least: int, at_most: int | None = None) 
 
 
 def written(number: int) -> str:
-    """An integer as a message writes it: its size, if it has hundreds of digits."""
+    """An integer for a message: only its size if it has hundreds of digits."""
     bits = number.bit_length()
     return str(number) if bits <= _LONGEST else f"{'-' if number < 0 else ''}(an integer of {bits} bits)"
 
 
 def shown(value: object, most: int = 120) -> str:
-    """A value as a message quotes it: its beginning, if it has more than `most` characters."""
+    """A value for a message: only its beginning if it has more than `most` characters."""
     text = ""
     for piece in _pieces(value, most):
         text += piece
@@ -64,7 +64,7 @@ def shown(value: object, most: int = 120) -> str:
 
 
 def _pieces(value: object, most: int) -> Iterator[str]:
-    """The text of a value, piece by piece: nobody has to write all of a large one to quote its beginning."""
+    """The text of a value, piece by piece, so that the beginning of a large one can be quoted at little cost."""
     match value:
         case str():
             yield repr(value[: 2 * most])
