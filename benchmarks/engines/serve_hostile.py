@@ -195,7 +195,7 @@ def send(url: str, path: str, body: bytes, times: int) -> str:
     return ",".join(sorted(set(seen)))
 
 
-def together(calls: Sequence[Callable[[], None]]) -> None:
+def together(calls: Sequence[Callable[[], object]]) -> None:
     """Makes calls at the same time, each on a thread, and waits for all."""
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:

@@ -63,14 +63,14 @@ def row_of(tree: str, batch: PagedBatch) -> dict[str, Any]:
     on_device, on_host = (trunkattn.BatchAttention(config, "cuda", size) for size in (capacity, capacity))
     tables = torch.from_numpy(batch.block_table), torch.from_numpy(batch.seq_lens)
     there = tuple(table.cuda() for table in tables)
-    plan, expected = on_device.plan(*there), on_host.plan(*tables)
+    plan, expected = on_device.plan(there[0], there[1]), on_host.plan(*tables)
     found, host = (step_of(each).tiles.tile_list() for each in (plan, expected))
     names = ("items", "segments", "queries", "partial_slots", "merge_slots", "counts", "merge_queries", "merge_ranges")
     differing = [name for name in names if not np.array_equal(getattr(found, name), getattr(host, name))]
     fresh = trunkattn.BatchAttention(config, "cuda")
 
     def again() -> object:
-        return on_device.plan(*there, into=plan)
+        return on_device.plan(there[0], there[1], into=plan)
 
     return {
         "tree": tree, "requests": rows, "pages": pages, "tiling": plan.stats.policy, "differing": differing,

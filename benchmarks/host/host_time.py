@@ -96,8 +96,8 @@ def fake_gpu() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     torch.set_num_threads(1)  # uploads become small copies, which several threads only delay
-    torch.cuda.get_device_properties = lambda device=None: FAKE_CARD  # type: ignore[assignment]
-    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: FAKE_CARD  # type: ignore[assignment, return-value]
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
     run, JITFunction.run = JITFunction.run, lambda *arguments, **options: None
     yield
     JITFunction.run = run

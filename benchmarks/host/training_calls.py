@@ -79,7 +79,7 @@ def fake_training() -> FakeDriver:
     made = FakeDriver()
     made.install()
     torch.cuda.is_available = lambda: True
-    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment]
+    torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, misc, return-value]
     torch.Tensor.is_cuda = True  # type: ignore[assignment]
     from trunkattn.training import op
 
@@ -114,7 +114,7 @@ def calls_of(name: str, device: str, tokens: int, heads: Sequence[int]) -> dict[
     options, dout = options_of(name, tokens, device), torch.zeros(*lead, heads[0], 128, device=device).bfloat16()
 
     def forward() -> torch.Tensor:
-        out = flash_attention(*leaves, **options)
+        out = flash_attention(leaves[0], leaves[1], leaves[2], **options)
         assert isinstance(out, torch.Tensor)
         return out
 

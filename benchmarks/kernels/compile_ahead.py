@@ -247,16 +247,26 @@ def compile_hopper_forward(
 
     dims = (target.head_dim, head_dim_v)
     tile = hopper_forward_tile(dims)
-    present = (*(packed,) * 2, tree, tree and window, *(tree,) * 2, True)
     variant = Variant(causal, packed, tree, window, soft_cap > 0, sinks, even_q=False, even_k=False)
     constants = forward.forward_constants(dims, tile, variant, soft_cap)
     keys, head_values = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     rows = (64, keys), (tile.block_n, keys), (tile.block_n, head_values), (64, head_values)
+    q_desc, k_desc, v_desc, out_desc = (_training_descriptor(target, *box) for box in rows)
+    of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
     arguments = forward.ForwardArguments(
-        *(_training_descriptor(target, *box) for box in rows),
+        q_desc=q_desc,
+        k_desc=k_desc,
+        v_desc=v_desc,
+        out_desc=out_desc,
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
         tables=Tables(
-            *("*i32" if given else None for given in present),
+            cu_seqlens_q=of_packed,
+            cu_seqlens_k=of_packed,
+            subtree_end=of_tree,
+            depths=of_tree if window else None,
+            segment_of=of_tree,
+            segments=of_tree,
+            next_tile="*i32",
             window="i32",
             sinks="*fp32" if sinks else None,
         ),

@@ -9,6 +9,8 @@ torch's own CPU flash kernel; `trunkattn`, under policy per_query and auto. Each
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -111,8 +113,8 @@ def packed(case: Case, attend: Callable) -> torch.Tensor:
     return state[0].reshape(requests, num_qo_heads, head_dim)
 
 
-def ways(case: Case) -> dict[str, Callable[[], torch.Tensor]]:
-    calls: dict[str, Callable[[], torch.Tensor]] = {
+def ways(case: Case) -> dict[str, Callable[[], Any]]:
+    calls: dict[str, Callable[[], Any]] = {
         "sdpa": lambda: sdpa(case),
         "torch_products": lambda: packed(case, _products),
         "torch_flash": lambda: packed(case, _flash),
@@ -122,16 +124,14 @@ def ways(case: Case) -> dict[str, Callable[[], torch.Tensor]]:
         attention = BatchAttention(AttentionConfig(*shape, policy=policy), device="cpu")
         plan = attention.plan(case.block_table, case.seq_lens)
         out = torch.empty_like(case.q)
-        calls[f"trunkattn {policy}"] = lambda a=attention, p=plan, o=out: a.run(
-            p, case.q, case.k_cache, case.v_cache, out=o
-        )
+        calls[f"trunkattn {policy}"] = partial(attention.run, plan, case.q, case.k_cache, case.v_cache, out)
     return calls
 
 
 def main() -> None:
     results = {}
-    for name, (requests, shared, private, *heads) in CASES.items():
-        case = make_case(requests, shared, private, tuple(heads))
+    for name, (requests, shared, private, num_qo_heads, num_kv_heads, head_dim) in CASES.items():
+        case = make_case(requests, shared, private, (num_qo_heads, num_kv_heads, head_dim))
         expected, _ = paged_attention(case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
         rows = {}
         for way, call in ways(case).items():

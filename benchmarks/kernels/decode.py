@@ -79,12 +79,12 @@ def ceilings() -> tuple[float, float]:
     source = torch.randn(1 << 30, device="cuda")
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     sums = torch.empty(num_sms * 8, device="cuda")
-    rates = [
-        source.nbytes
-        / microseconds(lambda _, n=n: _read[(num_sms * n,)](source, sums, source.numel(), 4096, num_warps=8), 1)
-        for n in (2, 4, 8)
-    ]
-    return max(rates), flops
+
+    def rate(ctas_per_sm: int) -> float:
+        read = _read[(num_sms * ctas_per_sm,)]
+        return source.nbytes / microseconds(lambda _: read(source, sums, source.numel(), 4096, num_warps=8), 1)
+
+    return max(map(rate, (2, 4, 8))), flops
 
 
 def shape_of(hq: int, hkv: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Shape:

@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -98,7 +99,7 @@ def row_of(shape: Shape, attentions: list[str], device: str, timed: bool = True)
         attention = ATTENTIONS[name]
         with attention.surroundings():
             row[name] = measure(
-                lambda attention=attention: attention.make(shape, device),
+                partial(attention.make, shape, device),
                 inputs, error_of, shape.gigaflops, attention.trains, timed,
             )  # fmt: skip
             if name in TAKEN_BY_TABLE:

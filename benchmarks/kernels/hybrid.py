@@ -124,8 +124,8 @@ class Ours:
         starts = np.append(0, np.cumsum(query_lens)).astype(np.int32)
         its_queries, its_tokens = (torch.from_numpy(each[-1:].copy()) for each in (query_lens, lens))
         chunks = trunkattn.PromptChunks(len(rows) - 1, its_queries, its_tokens, int(lens[:-1].sum()))
-        on_card = (torch.from_numpy(each).cuda() for each in (table, lens, starts))
-        plan = self.plans["device"] = attention.plan(*on_card, chunks=chunks)
+        on_card = [torch.from_numpy(each).cuda() for each in (table, lens, starts)]
+        plan = self.plans["device"] = attention.plan(on_card[0], on_card[1], on_card[2], chunks=chunks)
         q = torch.cat([case.q[chunk:], case.q[:chunk]])
         out = torch.full_like(q, math.nan)
 
@@ -137,10 +137,7 @@ class Ours:
 
     def makers(self) -> Makers:
         """Makers by name."""
-        found: Makers = {
-            name: lambda case, name=name, execution=execution: self.run(name, case, execution)
-            for name, execution in EXECUTIONS.items()
-        }
+        found: Makers = {name: partial(self.run, name, execution=execution) for name, execution in EXECUTIONS.items()}
         found["trunkattn_prefill"] = lambda case: self.run("prefill", halves(case)[0], "serial")
         found["trunkattn_decode"] = lambda case: self.run("decode", halves(case)[1], "serial")
         found["trunkattn_streams"] = lambda case: on_two_streams(
@@ -178,12 +175,17 @@ def oracle(case: Case) -> tuple[list[int], torch.Tensor]:
     return tokens, torch.stack(found)
 
 
+def _run_copies(run: HybridRun, copies: int) -> None:
+    for copy in range(copies):
+        run(copy)
+
+
 def time_together(runs: dict[str, HybridRun], copies: int, budget_us: float) -> dict[str, float | str]:
     """µs of a run of each, or why there are none. budget_us: of all replays."""
     replays, found = dict[str, Callable[[], object]](), dict[str, float | str]()
     for name, run in runs.items():
         if name in NOT_CAPTURED:
-            replays[name] = lambda run=run: [run(copy) for copy in range(copies)]
+            replays[name] = partial(_run_copies, run, copies)
             continue
         graph = torch.cuda.CUDAGraph()
         try:

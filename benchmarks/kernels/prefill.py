@@ -66,7 +66,8 @@ def make_case(requests: int, tokens: int, cached: int, shape: Shape = LLAMA, dev
     batch = replace(batch, query_lens=np.full(requests, tokens, np.int32))
     torch.manual_seed(0)
     size = (batch.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    kv = [tuple(torch.randn(size, device=device, dtype=shape.dtype) for _ in range(2))]
+    keys, values = (torch.randn(size, device=device, dtype=shape.dtype) for _ in range(2))
+    kv = [(keys, values)]
     q = torch.randn(requests * tokens, shape.num_qo_heads, shape.head_dim, device=device, dtype=shape.dtype)
     sinks = None
     if shape.sinks:
@@ -111,27 +112,34 @@ def ours(case: Case, tile: PrefillTile | None = None) -> tuple[Run, trunkattn.Pl
     if tile:
         take_prefill_tile(attention, tile)
     batch = case.batch
-    tables = (torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    plan = attention.plan(*tables, sliding_window=window)
+    table, lens, starts = (torch.from_numpy(it) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc))
+    plan = attention.plan(table, lens, starts, sliding_window=window)
     out = torch.full_like(case.q, math.nan)
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks), plan
+
+
+def made_with(tile: PrefillTile) -> Callable[[Case], Run]:
+    """Makes runs of this project whose chunks have a tile."""
+    return lambda case: ours(case, tile)[0]
 
 
 def one_graph(case: Case) -> Run:
     """One graph of a plan of fixed size that is made on the device, where each prompt reads its own keys."""
     window, soft_cap, sinks = case.features
-    options = {"logits_soft_cap": soft_cap, "sinks": sinks is not None, "execution": "serial"}
-    config = trunkattn.AttentionConfig(*case.heads, case.batch.page_size, case.q.dtype, **options)
+    config = trunkattn.AttentionConfig(
+        *case.heads, case.batch.page_size, case.q.dtype,
+        logits_soft_cap=soft_cap, sinks=sinks is not None, execution="serial",
+    )  # fmt: skip
     batch = case.batch
     requests, pages = batch.block_table.shape
     capacity = trunkattn.Capacity(requests, 1, pages, len(case.kv[0][0]), 1, max_chunk_tokens=len(case.q))
     attention = trunkattn.BatchAttention(config, case.q.device, capacity)
     query_lens, lens = (torch.from_numpy(np.asarray(it, np.int32)) for it in (batch.query_lens, batch.seq_lens))
-    tables = (
+    table, device_lens, starts = (
         torch.from_numpy(it).to(case.q.device) for it in (batch.block_table, batch.seq_lens, batch.query_start_loc)
     )
     chunks = trunkattn.PromptChunks(0, query_lens, lens, 0)
-    plan = attention.plan(*tables, sliding_window=window, chunks=chunks).only("chunks")
+    plan = attention.plan(table, device_lens, starts, sliding_window=window, chunks=chunks).only("chunks")
     out = torch.full_like(case.q, math.nan)
     return lambda copy: attention.run(plan, case.q, *case.kv[copy], out=out, sinks=sinks)
 
@@ -198,7 +206,7 @@ def sweep(card: str) -> None:
             tile = PrefillTile(m, n, warps, stages, ctas_per_sm=2 if warps == 4 else 1)
             row: dict[str, Any] = {"tile": f"{m}x{n}, {warps} warps, {stages} stages"}
             for (tokens, cached), case in cases.items():
-                row[f"{tokens} @ {cached}"] = measure(case, lambda case, tile=tile: ours(case, tile)[0])
+                row[f"{tokens} @ {cached}"] = measure(case, made_with(tile))
                 if "missing" in row[f"{tokens} @ {cached}"]:
                     break  # so it will be in the other cells
             rows.append(row)

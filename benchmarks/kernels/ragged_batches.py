@@ -144,8 +144,8 @@ def our_cell(case: Case, policy: str) -> dict[str, Any]:
         requests, pages = tables[0].shape
         capacity = trunkattn.Capacity(requests, requests, pages, case.batch.num_pages, 1)
         attention = trunkattn.BatchAttention(config, case.q.device, capacity)
-    there = tuple(table.to(case.q.device) for table in tables) if policy == "auto" else tables
-    plan = attention.plan(*there)
+    table, lens = (table.to(case.q.device) for table in tables) if policy == "auto" else tables
+    plan = attention.plan(table, lens)
     out = torch.full_like(case.q, math.nan)
 
     def run(copy: int) -> torch.Tensor:
@@ -154,9 +154,9 @@ def our_cell(case: Case, policy: str) -> dict[str, Any]:
         return out
 
     cell, stats = measure(case, run), plan.stats
-    host_us = plan_us(lambda: on_host.plan(*tables), lambda: on_host.plan(*(table[:1] for table in tables)))
+    host_us = plan_us(lambda: on_host.plan(*tables), lambda: on_host.plan(tables[0][:1], tables[1][:1]))
     if policy == "auto":
-        cell["plan_us"] = cell["grown_plan_us"] = plan_us(lambda: attention.plan(*there, into=plan))
+        cell["plan_us"] = cell["grown_plan_us"] = plan_us(lambda: attention.plan(table, lens, into=plan))
         cell["host_plan_us"] = host_us
     else:
         wide_table, longer = grown(case.batch, PLAN_CALLS)

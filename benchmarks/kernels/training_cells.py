@@ -20,7 +20,7 @@ TOLERANCE = 0.06  # of the largest number: bf16 weights, and gradients that are 
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 REPLAYS, WARM_UPS = 12, 2
 CLOCK_HZ = 2e9  # at least that of a card: what holds the device so long
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # q, k, v -> out
 Results = tuple[torch.Tensor, ...]
 
 

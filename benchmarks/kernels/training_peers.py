@@ -88,9 +88,9 @@ def torchs(backend: SDPBackend) -> Callable[[Shape, str], Attend]:
         groups = shape.num_qo_heads != shape.num_kv_heads
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
             with sdpa_kernel(backend):
-                out = scaled_dot_product_attention(*heads_first, is_causal=shape.causal, enable_gqa=groups)
+                out = scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=groups)
             return out.transpose(1, 2)
 
         return attend

@@ -25,6 +25,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -75,7 +76,7 @@ def by_repeated_sequences(tree: PrefixTree, inputs: Inputs) -> Results:
         leaves = [leaf.detach()[own][None].requires_grad_() for leaf in inputs.leaves]
         dout = inputs.dout[own].masked_fill(seen[own][:, None, None], 0.0)
         with own_training_kernels():
-            found = own_flash_attention(*leaves, True, deterministic=True)
+            found = own_flash_attention(leaves[0], leaves[1], leaves[2], causal=True, deterministic=True)
             gradients = torch.autograd.grad(found, leaves, dout[None])
         out[own] = found[0].detach()
         for total, part in zip(sums, gradients, strict=True):
@@ -149,7 +150,7 @@ def row_of(
         if way == "repeated":
             continue
         row[way] = measure(
-            lambda way=way: ATTENTIONS[way](tree, inputs), inputs, lambda found: relative_error(found, expected),
+            partial(ATTENTIONS[way], tree, inputs), inputs, lambda found: relative_error(found, expected),
             gigaflops(pairs, inputs), timed=timed,
         )  # fmt: skip
         print(f"{name}: {way} {shown(row[way])}", flush=True)
