@@ -254,27 +254,14 @@ def compile_hopper_forward(
     q_desc, k_desc, v_desc, out_desc = (_training_descriptor(target, *box) for box in rows)
     of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
     arguments = forward.ForwardArguments(
-        q_desc=q_desc,
-        k_desc=k_desc,
-        v_desc=v_desc,
-        out_desc=out_desc,
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, out_desc=out_desc,
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
         tables=Tables(
-            cu_seqlens_q=of_packed,
-            cu_seqlens_k=of_packed,
-            subtree_end=of_tree,
-            depths=of_tree if window else None,
-            segment_of=of_tree,
-            segments=of_tree,
-            next_tile="*i32",
-            window="i32",
-            sinks="*fp32" if sinks else None,
+            cu_seqlens_q=of_packed, cu_seqlens_k=of_packed, subtree_end=of_tree, segment_of=of_tree, segments=of_tree,
+            depths=of_tree if window else None, next_tile="*i32", window="i32", sinks="*fp32" if sinks else None,
         ),
-        num_sequences="i32",
-        section="i32",
-        scale="fp32",
-        C=constants,
-    )
+        num_sequences="i32", section="i32", scale="fp32", C=constants,
+    )  # fmt: skip
     return _compile_hopper(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS, checks_products=True)
 
 

@@ -20,8 +20,7 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each request's last tokens over its pages (PagedAttention, Kwon et al. 2023,
-    https://arxiv.org/abs/2309.06180).
+    """Attention of each request's last tokens over its pages (PagedAttention, Kwon et al. 2023, https://arxiv.org/abs/2309.06180).
 
     Args:
         q: [num_query_tokens, num_qo_heads, head_dim], any dtype.
