@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, inputs, validate
+from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan, layer_inputs, validate
 
 GOOD = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=16, page_size=4, dtype=torch.float32)
 NUM_PAGES = 8
@@ -428,16 +428,16 @@ def test_tensors_without_memory_are_named(transformed: Callable[..., Any]) -> No
 def test_a_cache_whose_pages_a_gpu_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches are said to lie on a GPU and have no memory: nothing is launched."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inputs, "check_memory", lambda *_: None)
+    monkeypatch.setattr(layer_inputs, "check_memory", lambda *_: None)
     with FakeTensorMode():
         q = torch.empty(3, 4, 16, device="cuda")
         caches = {
             name: torch.empty_strided((8, 4, 2, 16), (32, stride, 16, 1), device="cuda")
             for name, stride in (("k_cache", 2**29), ("v_cache", 2**29 + 16))
         }
-        given = dict.fromkeys(inputs.LayerInputs._fields) | {"q": q, "return_lse": False} | caches
+        given = dict.fromkeys(layer_inputs.LayerInputs._fields) | {"q": q, "return_lse": False} | caches
         with pytest.raises(ValueError, match=r"v_cache has strides .*: expected tokens of a page within 2147483648 el"):
-            inputs.check_layer(GOOD, q.device, 3, inputs.LayerInputs(**given))
+            layer_inputs.check_layer(GOOD, q.device, 3, layer_inputs.LayerInputs(**given))
 
 
 def test_checks_that_python_leaves_out_say_so() -> None:
