@@ -77,6 +77,27 @@ def test_a_limit_stays_while_others_compute(machine: Machine) -> None:
             threads.team(expected)  # as a loop does
 
 
+def test_threads_that_have_ended_are_looked_for_again(machine: Machine) -> None:
+    limit = ThreadLimit()
+    threads_of(limit)
+    threads.team(2)  # of a caller that wanted fewer for a while
+    for expected in (4, 3):  # nothing is known of the window in which they ended
+        machine.passes(10.0, 1.0)
+        assert threads_of(limit) == expected
+
+
+def test_it_starts_no_more_threads_than_torch_has(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(thread_limit, "team", lambda num_threads: asked.append(num_threads) or [])
+    torch.set_num_threads(2)
+    limit = ThreadLimit()
+    for others in (0.0, 3.0):
+        with limit.applied():
+            machine.passes(10.0, others)
+    with limit.applied():
+        assert torch.get_num_threads() == 1 and asked == [2, 1]
+
+
 def test_its_own_threads_are_not_others(machine: Machine) -> None:
     limit = ThreadLimit()
     threads_of(limit)
