@@ -58,7 +58,8 @@ def test_windows_caps_sinks_and_narrow_values_are_as_accurate_as_plain_pytorch(n
 @pytest.mark.parametrize("causal", [True, False])
 def test_edges_of_a_window_may_just_reach_a_block(causal: bool) -> None:
     """With each number of keys another bound of the blocks that are read, or that need no mask, is at its edge."""
-    case = TrainingCase(((32, 81), (32, 86), (32, 89), (32, 94), (64, 74)), True, causal, (1, 1), 16, sliding_window=40)
+    lengths = ((32, 81), (32, 86), (32, 89), (32, 94), (64, 71), (64, 74))
+    case = TrainingCase(lengths, True, causal, (1, 1), 16, sliding_window=40)
     case.assert_accurate(run(case, SQUARE, deterministic=True))
 
 
@@ -93,6 +94,20 @@ def test_a_sequence_of_nan_stays_by_itself(window: int | None, deterministic: bo
     for clean, other, side in zip(expected[:5], found, (0, 0, 0, 1, 1), strict=False):
         clean[own[side]] = other[own[side]] = 0
         assert torch.equal(clean, other)
+
+
+@pytest.mark.parametrize(("lengths", "window"), [((20, 32), None), ((20, 32), 9), ((32, 20), None)])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_next_sequence_of_a_batch_is_not_read(
+    lengths: tuple[int, int], window: int | None, deterministic: bool
+) -> None:
+    """Blocks that all have their tokens are read without a bound, and the next sequence lies behind the last one."""
+    case = TrainingCase((lengths, lengths), False, True, (1, 1), 16, sliding_window=window)
+    dirty = tuple(tensor.clone() for tensor in case.inputs)
+    for tensor in dirty:
+        tensor[1] = math.nan
+    expected, found = run(case, SQUARE, deterministic), run(case, SQUARE, deterministic, dirty)
+    assert all(torch.equal(clean[0], other[0]) for clean, other in zip(expected[:5], found, strict=False))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
