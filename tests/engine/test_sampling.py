@@ -63,6 +63,28 @@ def test_a_top_p_that_is_zero_in_float32_keeps_the_most_likely_token(least: floa
     assert drawn == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize(
+    "wide", [{"top_p": 0.999, "temperature": 2.0}, {"top_k": 2999}, {"top_k": 1 << 20, "top_p": 0.99999}]
+)
+def test_a_row_that_needs_many_candidates_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, wide: dict[str, float]
+) -> None:
+    logits, topk, sorted_rows = logits_of(9), torch.Tensor.topk, []
+
+    def counted(values: torch.Tensor, width: int) -> torch.return_types.topk:
+        sorted_rows.append((len(values), width))
+        return topk(values, width)
+
+    narrow = SamplingParams(top_p=0.9, top_k=50)
+    alone = _probabilities(logits[:8], [narrow] * 8)
+    monkeypatch.setattr(torch.Tensor, "topk", counted)
+    found = _probabilities(logits, [*[narrow] * 8, SamplingParams(**wide)])  # type: ignore[arg-type]
+    assert sorted_rows[0] == (9, 256) and {rows for rows, _ in sorted_rows[1:]} == {1}
+    assert torch.equal(found[:8], alone)
+    expected = expected_probabilities(logits[8], SamplingParams(**wide))  # type: ignore[arg-type]
+    torch.testing.assert_close((found[8] / found[8].sum()).double(), expected, rtol=1e-4, atol=1e-7)
+
+
 def test_a_temperature_that_is_infinite_in_float32_draws_no_banned_token() -> None:
     logits = torch.full((50, 8), -math.inf)
     logits[:, 2] = 1.0

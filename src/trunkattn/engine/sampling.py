@@ -228,23 +228,35 @@ def _drop_unlikely(probs: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
 
 def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Sets all probabilities to zero but those of the top-k tokens, and of these keeps the fewest whose share of the
-    top-k mass reaches top_p."""
+    top-k mass reaches top_p. Where few tokens do not reach it, only those rows are sorted further, so that a flat one
+    costs the others nothing and changes no bit of theirs."""
     vocab_size = probs.shape[1]
-    device = probs.device
-    top_k = torch.tensor([[p.top_k if p.top_k > 0 else vocab_size] for p in params], dtype=torch.int64, device=device)
+    truncated = torch.empty_like(probs)
+    rows, width = list(range(len(params))), min(vocab_size, MIN_CANDIDATES)
+    while rows:
+        truncated[rows], is_reached = _truncate_within(_rows(probs, rows), [params[row] for row in rows], width)
+        rows = [row for row, reached in zip(rows, is_reached.tolist(), strict=True) if not reached]
+        width = min(vocab_size, 8 * MIN_CANDIDATES if width == MIN_CANDIDATES else vocab_size)
+    return truncated
+
+
+def _truncate_within(
+    probs: torch.Tensor, params: Sequence[SamplingParams], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_truncate` makes of rows if the tokens that it keeps are among the `width` most likely ones, and [rows]
+    whether they are."""
+    vocab_size, device = probs.shape[1], probs.device
+    per_row = [[min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size] for p in params]
+    top_k = torch.tensor(per_row, dtype=torch.int64, device=device)
     top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
-    width = min(vocab_size, max(MIN_CANDIDATES, *(p.top_k for p in params)))
-    while True:
-        values, token_ids = probs.topk(width)
-        values = values.masked_fill(torch.arange(width, dtype=torch.int64, device=device) >= top_k, 0.0)
-        mass = values.cumsum(dim=-1)
-        total = torch.where(top_k <= width, mass[:, -1:], 1.0)
-        if width == vocab_size or bool(((top_k <= width) | (mass[:, -1:] >= top_p)).all()):
-            break
-        width = min(vocab_size, 8 * width)
+    values, token_ids = probs.topk(width)
+    values = values.masked_fill(torch.arange(width, dtype=torch.int64, device=device) >= top_k, 0.0)
+    mass = values.cumsum(dim=-1)
+    total = torch.where(top_k <= width, mass[:, -1:], 1.0)
     is_beyond = mass - values >= top_p * total
     is_beyond[:, 0] = False  # a top_p that is 0 in float32 keeps the most likely token, too
-    return torch.zeros_like(probs).scatter_(1, token_ids, values.masked_fill_(is_beyond, 0.0))
+    kept = torch.zeros_like(probs).scatter_(1, token_ids, values.masked_fill_(is_beyond, 0.0))
+    return kept, ((top_k <= width) | ((top_k == vocab_size) & (mass[:, -1:] >= top_p)))[:, 0]
 
 
 def _stream(seed: int, index: int, position: int) -> int:
