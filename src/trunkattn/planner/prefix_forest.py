@@ -90,17 +90,16 @@ def build_forest(table, seq_lens, query_lens, page_size, share_columns):
     buckets = np.full(num_buckets, _EMPTY, np.int32)  # open addressing: (parent, group of pages) -> child
     _set_node(nodes, np.int64(_TOP), np.int64(0), np.int64(0), np.int64(0))
     count = np.int64(1)  # a literal would make Numba compile the helpers a second time
-    node = np.int64(_TOP)  # the parent of the last leaf
-    before, full_before = np.int64(0), np.int64(0)  # its row, and how many columns of that can be shared
+    node, before = np.int64(_TOP), np.int64(0)  # the parent of the last leaf, and the leaf's row
     for row in range(num_rows):
         if query_lens[row] == 0:
             continue
         full = seq_lens[row] // page_size // share_columns * share_columns
-        common = _num_common(table, np.int64(row), before, min(full, full_before))
+        common = _num_common(table, np.int64(row), before, min(full, nodes[node].col_end))
         while nodes[node].col_end > common:
             node = np.int64(nodes[node].parent)
         col = np.int64(nodes[node].col_end)
-        before, full_before = np.int64(row), full
+        before = np.int64(row)
         while col < full:
             bucket = _find(nodes, buckets, table, row, col, node, share_columns)
             child = np.int64(buckets[bucket])
