@@ -213,6 +213,24 @@ def test_a_request_that_leaves_what_it_shared_rebuilds(builds: CountedBuilds) ->
     assert builds.count == 2
 
 
+@pytest.mark.parametrize(
+    ("share_columns", "rebuilt_at"), [(1, [4, 5, 8, 9, 12, 13, 16]), (2, [8, 9, 16]), (3, [12, 13])]
+)
+def test_a_request_that_grows_along_the_pages_of_another_one(
+    share_columns: int, rebuilt_at: list[int], builds: CountedBuilds
+) -> None:
+    """It shares pages with that one in whole groups: a group that it fills becomes a node, and its leaf then begins
+    anew."""
+    spec = make_spec("cascade", 4, share_columns=share_columns)
+    planner, rebuilt = Planner(spec), []
+    for length in range(1, 17):
+        batch, before = make_batch([[1, 2, 3, 4], [1, 2, 3, 4]], seq_lens=[length, 16]), builds.count
+        found = planner.plan(batch)
+        rebuilt += [length] if builds.count > before else []
+        assert_same_plan(found, Planner(spec).plan(batch))
+    assert rebuilt == [1, *rebuilt_at]
+
+
 def test_fasttree_chooses_anew_when_a_tail_grows() -> None:
     # 60 query rows of one leaf, 4 of the other, 32 shared tokens: as long as the first leaf is far below a tile of 32
     # keys, less is padded if it reads the trunk itself
@@ -236,6 +254,22 @@ def test_auto_chooses_anew_when_a_window_slides() -> None:
         policies.append(found.policy)
     assert policies[0] == "optimal"
     assert "per_query" in policies
+
+
+def test_tables_may_be_written_in_place() -> None:
+    """As engines write theirs. The next plan sees every change, and earlier plans stay as they were."""
+    spec, (batch,) = make_spec("cascade", 16), decode_steps(1)
+    table, lens, starts = batch.block_table, batch.seq_lens, batch.query_start_loc
+    planner, plans = Planner(spec), []
+    for values, change in ((lens, 1), (lens, 16), (table[3, 1:2], 5000), (starts[4:], -1), (lens[5:6], -2)):
+        plans.append(planner.plan(batch))
+        assert_same_plan(plans[-1], Planner(spec).plan(batch))
+        before = [planned.stats() for planned in plans]
+        values += change
+        assert_same_plan(planner.plan(batch), Planner(spec).plan(batch))
+        assert [planned.stats() for planned in plans] == before
+    for planned in plans:
+        check_plan(planned)
 
 
 @pytest.mark.parametrize("change", ["page", "fewer_tokens", "fewer_queries", "wider_table"])
