@@ -1,11 +1,14 @@
 """Packing policies on hand-computed forests, and `optimal` against all of them on random ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.workloads import random_forest
+from trunkattn.planner import planner
 from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs import policies as packing
 from trunkattn.planner.packs.cost import CostModel, cost_model, partial_cost, read_cost
@@ -232,6 +235,24 @@ def test_a_forest_too_deep_for_optimal_is_planned_by_the_best_other_policy() -> 
     found = Planner(make_spec("optimal")).plan(make_batch(rows))
     assert found.policy != "optimal"
     assert "optimal left out" in found.reason
+
+
+def test_optimal_is_left_out_of_a_forest_with_more_states_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of TWO_LEVELS: 1 for the root, 2 for each of two nodes, 4 for each of two."""
+    reasons = []
+    for allowed in (12, 13):
+        monkeypatch.setattr(planner, "MAX_STATES", {"optimal": allowed})
+        reasons.append(Planner(make_spec("optimal")).plan(TWO_LEVELS).reason)
+    assert (
+        reasons[0].endswith("; optimal left out: 13 states, 12 allowed")
+        and "least predicted cost: optimal" in reasons[1]
+    )
+
+
+def test_a_pack_before_all_windows_is_left_out() -> None:
+    """The only query of each row sees its last 4 tokens, or one of the trunk, too."""
+    batch = make_batch([trunk_of((0, 8), (20 * i, 4)) for i in (1, 2)], window=4)
+    assert [Planner(make_spec("cascade")).plan(replace(batch, window=size)).num_packs for size in (4, 5)] == [2, 3]
 
 
 def test_a_list_that_int32_does_not_count_is_refused() -> None:

@@ -91,6 +91,20 @@ def test_partials_that_cost_more_than_they_save_are_not_made() -> None:
     tiles = tiles_of([4096] * 4)
     assert (scheduled_splits(RULE, tiles) < 4096).all()
     assert (scheduled_splits(RULE._replace(partial_bytes=10**6), tiles) == 4096).all()
+    assert (scheduled_splits(RULE._replace(merge_bytes=10**9), tiles) == 4096).all()
+
+
+def test_partials_of_split_tiles_take_time() -> None:
+    """Of 32 queries of 4 heads, for each of 3 splits: of the tile that is split, and for each of 8 KV heads."""
+    tiles, splits = tiles_of([1000, 100]), np.array([384, 100], np.int32)
+    weights = np.array([weight_of(RULE, length, 32) for length in (1000, 100)])
+    without, found = (_schedule_time(RULE._replace(partial_bytes=size), tiles, weights, splits) for size in (0, 1032))
+    assert found - without == 3 * 32 * 4 * 1032 * 8 // 132
+
+
+def test_work_of_which_no_worker_has_a_whole_byte() -> None:
+    rule = RULE._replace(num_workers=10**6, num_kv_heads=1, item_bytes=0, partial_bytes=0, merge_bytes=0)
+    assert scheduled_splits(rule, tiles_of([3])).tolist() == [3]
 
 
 @given(lengths=LENGTHS, partials=st.sampled_from([0, 64]))

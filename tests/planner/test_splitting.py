@@ -1,5 +1,7 @@
 """Packs -> work items: row tiles, where long KV is cut, order and partial slots."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,6 +44,10 @@ def test_the_rule_follows_from_attention_and_device() -> None:
         num_workers=4, num_kv_heads=8, grid=256, above_mean=True, fixed_chunk=512, head_bytes=384, row_bytes=15,
         row_unit=16, group_size=4, by_schedule=None, item_bytes=16_384, partial_bytes=(64 + 1) * 4 * 2,
     )  # fmt: skip
+    narrow, slow = cost_model(device, 1, 1, 32, 16, 1), replace(device, flops_per_byte=170, partial_factor=3)
+    found = split_rule(slow, narrow, 1, 32, 0)
+    assert found.row_bytes == 1, "arithmetic is never free"
+    assert found.partial_bytes == 3 * (16 + 1) * 4 * 2
 
 
 def test_no_split_is_longer_than_the_mean() -> None:
@@ -56,6 +62,11 @@ def test_the_mean_is_rounded_up_to_the_grid() -> None:
 
 def test_without_the_rule_of_the_mean_a_long_tile_stays_whole() -> None:
     assert split_tiles(MEAN._replace(above_mean=False), tiles_of_lengths([1000, 100, 100])).tolist() == [1000, 100, 100]
+
+
+def test_what_is_shorter_than_the_grid_stays_whole_however_many_workers_wait() -> None:
+    """A worker's share of this work is less than a byte."""
+    assert split_tiles(UNCUT._replace(num_workers=10**6, num_kv_heads=1), tiles_of_lengths([3, 16])).tolist() == [3, 16]
 
 
 def test_no_tile_no_split() -> None:
@@ -124,6 +135,26 @@ def test_tiles_that_see_nothing_are_left_out() -> None:
     assert tiles.tolist() == [[0, 0, 4, 0, 2], [0, 0, 4, 2, 4], [1, 4, 6, 6, 8]]
     assert query.tolist() == [0, 1, 2, 3] * 2
     assert position.tolist() == [2, 3, 4, 5] * 2
+    # under a window of 3 tokens, the second tile sees nothing before token 2
+    assert cut_packs(packs, starts, lens, 3, 2)[0].tolist() == [[0, 0, 4, 0, 2], [0, 2, 4, 2, 4], [1, 4, 6, 6, 8]]
+
+
+def test_a_split_holds_the_queries_that_see_some_of_it() -> None:
+    """Positions 10 to 19 see four tokens each; that of 19 begins where the second split does."""
+    work = plan(one_request(20, 10, window=4), UNCUT._replace(fixed_chunk=16)).work
+    assert work.items.tolist() == [[0, 7, 16, 0, 9], [0, 16, 20, 9, 13]]
+    assert work.queries.tolist() == [*range(9), *range(6, 10)]
+
+
+def test_a_split_reads_what_its_own_queries_see() -> None:
+    """One tile holds the last two queries of a request, at 48 and 49, and the first three of another one, from 4 on."""
+    batch = make_batch([[*range(40), *range(100, 110)], [*range(40)]], query_lens=[32, 36], window=20)
+    work = plan(batch, UNCUT._replace(fixed_chunk=16), policy="cascade", queries_per_tile=5).work
+    found = {}
+    for _, start, end, first, last in work.items.tolist():
+        found[start, end] = work.queries[first:last].tolist()
+    assert found[0, 7] == [32, 33, 34]
+    assert found[29, 32] == [30, 31]
 
 
 def test_the_work_list_of_two_requests_with_a_trunk() -> None:

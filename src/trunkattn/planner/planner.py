@@ -194,8 +194,10 @@ class Planner:
             start = policies.per_query(forest, queries, spec.model)
             return _Packing(start, "per_query", "no two requests share a full page")
         found = {name: HEURISTICS[name](forest, queries, spec.model) for name in _COMPARED}
-        states, allowed = int(count_states(forest)), MAX_STATES[spec.policy]
-        if states <= allowed:  # first, so that it wins a tie
+        states, allowed, left_out = int(count_states(forest)), MAX_STATES[spec.policy], ""
+        if states > allowed:
+            left_out = f"; optimal left out: {states} states, {allowed} allowed"
+        else:  # first, so that it wins a tie
             found = {"optimal": optimal(forest, queries, spec.model), **found}
         first_visible = _first_visible(batch)
         costs = {
@@ -204,7 +206,6 @@ class Planner:
         }
         name = min(costs, key=lambda candidate: costs[candidate])
         listed = ", ".join(f"{name} {cost / _MEGABYTE:.3g} MB" for name, cost in costs.items())
-        left_out = "" if states <= allowed else f"; optimal left out: {states} states, {allowed} allowed"
         return _Packing(found[name], name, f"least predicted cost: {listed}{left_out}")
 
 

@@ -129,7 +129,7 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
         for i in range(indptr[pack], indptr[pack + 1]):
             in_pack += query_start_loc[rows[i] + 1] - query_start_loc[rows[i]]
         num_queries += in_pack
-        num_tiles += 1 if in_pack <= queries_per_tile else (in_pack - 1) // queries_per_tile + 1
+        num_tiles += (in_pack + queries_per_tile - 1) // queries_per_tile
     if num_queries > MAX_INT32:
         raise OverflowError("query tokens of packs")
     tiles = np.empty((num_tiles, ITEM_COLUMNS), np.int32)
@@ -186,7 +186,7 @@ def _split_tiles(rule, by_schedule, tiles):
         length = np.int64(tiles[t, KV_END] - tiles[t, KV_START])
         weight = weight_of(rule, length, tiles[t, QUERY_END] - tiles[t, QUERY_START])
         splits[t] = length
-        if length > rule.grid and (length > longest or weight > heaviest):
+        if length > longest or weight > heaviest:
             num_splits = max((length + longest - 1) // longest, (weight + heaviest - 1) // heaviest)
             splits[t] = split_evenly(rule, length, num_splits)
     return splits
