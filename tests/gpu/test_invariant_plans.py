@@ -60,6 +60,18 @@ def host_list(rule: TilingRule, batch: StepTables) -> TileList:
     return invariant_list(rule, forest_of(batch, rule.page_size), batch)
 
 
+@pytest.mark.parametrize("window", [1, 511, 512, 513, UNLIMITED])
+def test_positions_and_windows_at_the_ends_of_spans(window: int) -> None:
+    """One request of each length, with one query token or two; those of one length share a whole span, or nearly."""
+    lens = np.array([511, 512, 513, 514, 1024, 1025, 1025], np.int32)
+    table = np.arange(7 * 1025, dtype=np.int32).reshape(7, 1025)
+    table[:6, :512], table[6, :511] = table[0, :512], table[0, :511]
+    for queries in (1, 2):
+        batch = StepTables(table, lens, queries * np.arange(8, dtype=np.int32), window)
+        rule = invariant_rule(4, 1)
+        check_tiles(host_list(rule, batch), batch, rule, in_spans=True)
+
+
 CASES = given(
     seed=SEEDS,
     group=st.sampled_from([1, 4, 7, 32]),

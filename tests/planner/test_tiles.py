@@ -21,6 +21,7 @@ from trunkattn.planner.tiles.candidates import (
     Tiling,
     TilingRule,
     candidates,
+    query_positions,
     stages_of,
     tile_limits,
     tile_work,
@@ -51,6 +52,10 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
     assert len(tile_list.counts) == 2 * num_heights + 1
     assert (tile_list.counts[0], tile_list.counts[-1]) == (0, len(tile_list.items))
     bucket = np.repeat(np.arange(2 * num_heights), np.diff(tile_list.counts))
+    writer = np.full(tile_list.num_slots, -1)  # bucket of the item that writes each partial slot
+    for item, of in zip(tile_list.items, bucket, strict=True):
+        own = tile_list.partial_slots[item[QUERY_START] : item[QUERY_END]]
+        writer[own[own != DIRECT]] = of
     for item, of in zip(tile_list.items, bucket, strict=True):
         shape = rule.tiles[of % num_heights]
         block_segments = shape.block_tokens // rule.segment_size
@@ -62,6 +67,12 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
             rounds = masked.reshape(-1, shape.subtiles * private_segments)
             assert (rounds > 0).any(axis=1).all(), "a round in which no subtile reads anything"
         assert item[QUERY_END] > item[QUERY_START]
+        rows = tile_list.segments[item[SEGMENT_START] : item[SEGMENT_END], 1]
+        assert (rows & 255)[rows > 0].min() == 0 and (rows >> 8 & 255).max() == item[QUERY_END] - item[QUERY_START]
+        if shape.subtiles == 1:  # else the first subtile may have segments of this kind, too
+            whole = block_segments * (shape.blocks_at_once if tile_list.merges_taller else 1)
+            full = 0 if rule.uniform else num_full(tile_list, item, batch, rule) // whole * whole
+            assert item[SEGMENT_SHARED_END] - item[SEGMENT_START] == full
         slots, merged = (
             x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots)
         )
@@ -69,10 +80,24 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
             assert (merged[:, 0] == merged[:, 1]).all()
         else:
             assert (slots == DIRECT).all()
-            assert (merged[:, 1] > merged[:, 0]).any()
+            assert (merged[:, 1] >= merged[:, 0]).all() and (merged[:, 1] > merged[:, 0]).any()
         assert (merged[:, 1] - merged[:, 0] <= rule.fuse_up_to).all()
+        if tile_list.merges_taller:  # in the same launch, or a later one
+            assert all((writer[first:last] % num_heights > of % num_heights).all() for first, last in merged)
     written = np.sort(tile_list.partial_slots[tile_list.partial_slots != DIRECT])
     assert len(written) == 0 or written[-1] < tile_list.num_slots
+
+
+def num_full(tile_list: TileList, item: np.ndarray, batch: StepTables, rule: TilingRule) -> int:
+    """Leading segments of an item that are whole and that each of its queries sees entirely."""
+    queries = tile_list.queries[item[QUERY_START] : item[QUERY_END]]
+    positions = query_positions(batch.seq_lens, batch.query_start_loc)[queries]
+    for number, (_, rows, token) in enumerate(tile_list.segments[item[SEGMENT_START] : item[SEGMENT_END]].tolist()):
+        last = token + rule.segment_size - 1
+        is_whole = rows == len(queries) << 8 | rule.segment_size << 16
+        if not is_whole or last > positions.min() or token + batch.window <= positions.max():
+            return number
+    return int(item[SEGMENT_END] - item[SEGMENT_START])
 
 
 @pytest.mark.property
@@ -187,6 +212,8 @@ def test_pairs_of_tiles_keep_all_partial_slots() -> None:
     pair = next(each for each in candidates(rule) if each.tall is not None and not each.waves)
     batch = as_batch(tree_batch(parse_tree("1,64_256,32"), 16, row_seed=0, page_seed=1))
     assert tile(rule, pair, batch).num_slots == 2 * 64
+    too_few = replace(tile_limits(rule, capacity), slots=2 * 64 - 1)
+    assert not tiled(rule, batch, too_few).fits()[candidates(rule).index(pair)]
 
 
 @pytest.mark.parametrize("rows", [[], [5, 3]], ids=["no_request", "no_query"])
@@ -325,3 +352,5 @@ def test_two_heights_leave_the_trunk_to_the_tall_tile() -> None:
     read = [tile_list.segments[item[SEGMENT_START] : item[SEGMENT_END]] for item in tile_list.items[:3]]
     assert all(set(segments[segments[:, 1] > 0, 2]) == set(range(0, 96, 16)) for segments in read)
     assert len(tile_list.merge_queries) == 0
+    counts = [tile(replace(rule, fuse_up_to=most), tiling, batch).counts.tolist() for most in (0, 1)]
+    assert counts == [[0, 9, 12, 12, 12], [0, 0, 3, 12, 12]], "each query has one partial of a tall tile"
