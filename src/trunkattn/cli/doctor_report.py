@@ -26,6 +26,16 @@ class Way:
     detail: str
     get: str | None = None
 
+    @classmethod
+    def works(cls, name: str, detail: str, get: str | None = None) -> "Way":
+        """A way that runs here."""
+        return cls(name, runs=True, detail=detail, get=get)
+
+    @classmethod
+    def fails(cls, name: str, detail: str, get: str | None = None) -> "Way":
+        """A way that does not run here."""
+        return cls(name, runs=False, detail=detail, get=get)
+
 
 @dataclass(frozen=True)
 class Report:
