@@ -52,6 +52,7 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 
 
 _TORCH_CUDNN: Final = "PyTorch's cuDNN attention"
+_CUDNN_PAIRS: Final = ((192, 128), (256, 256))  # head_dims above 128 that its flex_attention takes
 _NARROW: Final = 64  # head_dim up to which the Hopper backward pass is taken without groups, too
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
@@ -63,16 +64,17 @@ _CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave n
 
 
 def _refuses_either_cudnn(
-    config: TrainingConfig, card: Card, name: str, wide: tuple[tuple[int, int], ...]
+    config: TrainingConfig, card: Card, name: str, widest: int, pairs: tuple[tuple[int, int], ...] = ()
 ) -> list[str]:
-    """What both ways to cuDNN refuse. name: of the way; wide: pairs of head_dims above 128 that it takes."""
+    """What both ways to cuDNN refuse. name: of the way; widest: head_dim up to which it takes any two; pairs: wider
+    ones that it takes, of keys and of values."""
     reasons = [f"{option} is given: {name} has none" for option in config.options]
     if config.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")
     dims = config.head_dim, config.head_dim_v
-    if not (all(dim % 8 == 0 and 8 <= dim <= 128 for dim in dims) or dims in wide):
-        more = ", 192 and 128, or 256" if wide else ""
-        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to 128{more}")
+    if not (all(dim % 8 == 0 and 8 <= dim <= widest for dim in dims) or dims in pairs):
+        more = "".join(f", or {keys} and {values}" for keys, values in pairs)
+        reasons.append(f"head_dim {dims[0]}, of values {dims[1]}: expected multiples of 8 to {widest}{more}")
     if card.capability not in _CUDNN_CAPABILITIES:
         reasons.append("compute capability {}.{}: expected 9.0, 10.0 or 10.3".format(*divmod(card.capability, 10)))
     return reasons
@@ -81,17 +83,18 @@ def _refuses_either_cudnn(
 def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why the cuDNN of PyTorch does not compute both passes of sequences of one length on a card; empty: it does, if
     its PyTorch says so of the tensors, too."""
-    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ())
-    if not reasons and not refuses_cudnn_forward(config, card):
-        name = "the Hopper" if refuses_fa4_backward(config, card) else "FlashAttention-4's"
-        reasons.append(f"{_heads(config)}: {name} backward pass is faster behind cuDNN's forward pass")
+    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, MAX_HEAD_DIM if card.capability == 90 else 128)
+    if not reasons and not refuses_fa4_backward(config, card):
+        reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
+    elif not reasons and not refuses_cudnn_forward(config, card):
+        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
     return reasons
 
 
 def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the cuDNN of PyTorch does not compute the forward pass for another's backward pass; empty: it does, if its
     PyTorch says so of the tensors, too."""
-    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, ())
+    reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, 128)
     if refuses_fa4_backward(config, card):
         reasons += refuses_hopper_backward(config, card)
         if config.widest > _NARROW and not config.is_grouped:
@@ -153,7 +156,7 @@ def _heads(config: TrainingConfig) -> str:
 
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
-    reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", ((192, 128), (256, 256)))
+    reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", 128, _CUDNN_PAIRS)
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     if card.capability == 90 and head_dim != head_dim_v and config.is_grouped:
         reasons.append(
