@@ -1,5 +1,5 @@
 """The forward pass by PyTorch's cuDNN ahead of a backward pass of our own: who takes it, and what it returns, held to
-another back end on a CPU; on a card: `tests/on_gpu/test_flash_attention.py`."""
+another back end on a CPU; on a card: `tests/on_gpu/test_training_libraries.py`."""
 
 from typing import Any
 

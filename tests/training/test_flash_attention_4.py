@@ -1,5 +1,5 @@
 """Sequences of one length through FlashAttention-4: who takes it, and its call with a stand-in on a CPU; on a card:
-`tests/on_gpu/test_flash_attention.py`."""
+`tests/on_gpu/test_training_libraries.py`."""
 
 import sys
 from types import ModuleType
@@ -108,17 +108,17 @@ def stand_in(calls: list[str]) -> ModuleType:
             out, lse = op.attention(q, k, v, None, *op.tables_of(), switches(causal), softmax_scale, 0.0)
         return out, lse, None, None, None
 
-    def backward(
-        q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, dlse: Any, softmax_scale: float, causal: bool,
-        deterministic: bool, dq: Any, dk: Any, dv: Any,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        calls.append(f"backward {deterministic}")
-        options = None, *op.tables_of(), switches(causal), softmax_scale, 0.0
+    def backward(*tensors: Any, dlse: Any, causal: bool, **named: Any) -> tuple[Any, ...]:
+        q, k, v, out, dout, lse = tensors
+        calls.append(f"backward {named.pop('deterministic')}")
+        options = None, *op.tables_of(), switches(causal), named.pop("softmax_scale"), 0.0
         found = op._backward_cpu(dout, dlse, q, k, v, out, lse, *options)
-        for into, gradient in zip((dq, dk, dv), found, strict=False):
+        for name, gradient in zip(("dq", "dk", "dv"), found, strict=False):
+            into = named.pop(name)
             assert into.is_contiguous() and into.shape == gradient.shape
             into.copy_(gradient)
-        return dq, dk, dv
+        assert not named
+        return found[:3]
 
     module = ModuleType(spec.FA4_MODULE)
     module._flash_attn_fwd, module._flash_attn_bwd = forward, backward  # type: ignore[attr-defined]

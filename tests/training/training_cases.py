@@ -285,3 +285,11 @@ def run(case: TrainingCase, deterministic: bool = False) -> Results:
         options["sinks"] = leaves[-1]
     out, lse = flash_attention(*leaves[:3], case.causal, **sums, **options, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+
+def check(case: TrainingCase, deterministic: bool) -> None:
+    """Holds what `flash_attention` makes of a case to float64."""
+    results = run(case, deterministic)
+    case.assert_accurate(results)
+    if case.packed:
+        case.assert_padding_is_zero(results)

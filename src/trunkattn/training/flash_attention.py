@@ -38,12 +38,10 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile.
-    Sources: FlashAttention, https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
-
-    Sequences of one length go to PyTorch's cuDNN on Hopper and Blackwell, and to FlashAttention-4 on Hopper where it is
-    installed, each where it is the fastest. `torch.backends.cuda.enable_cudnn_sdp(False)` and `enable_flash_sdp(False)`
-    keep them away.
+    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile. Some
+    sequences of one length go to PyTorch's cuDNN and to FlashAttention-4 unless they are off: with
+    `torch.backends.cuda.enable_cudnn_sdp(False)` and `enable_flash_sdp(False)`. Sources: FlashAttention,
+    https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
