@@ -3,6 +3,7 @@
 import builtins
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,38 @@ def test_a_bad_line_of_text_is_told_without_its_text(row: object, tmp_path: Path
     with pytest.raises(ValueError, match="line 1: ") as caught:
         read_log(write(tmp_path / "log.jsonl", row))
     assert "combination" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [{"role": None, "content": "hi"}, {"role": "user", "content": [3]}])
+def test_a_bad_message_beside_a_count_of_tokens_leaves_only_its_line_out(content: object, tmp_path: Path) -> None:
+    """The counts tell how many bytes a token has, before any line is encoded."""
+    bad = {"messages": [content], "usage": {"prompt_tokens": 3}, "response": "a"}
+    good = {"prompt": "x" * 60, "prompt_tokens": 10, "response": "a"}
+    log = read_log(write(tmp_path / "log.jsonl", bad, good))
+    assert ([line.line for line in log.skipped], [request.num_prompt_tokens for request in log.requests]) == ([1], [10])
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "inner":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    for folder in (".hidden", "lost+found", "inner"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "log.jsonl", {"prompt": "a"})
+    write(tmp_path / "log.jsonl", {"prompt": "a"})
+    assert len(read_log(tmp_path).requests) == 2
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match="inner: it cannot be read: Permission denied; expected a folder that you may"):
+        read_log(tmp_path)
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_named() -> None:
+    with pytest.raises(ValueError, match="mem: it cannot be read: Input/output error; expected a file that you may"):
+        read_log("/proc/self/mem")
 
 
 def test_the_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:

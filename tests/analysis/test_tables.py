@@ -48,6 +48,28 @@ def test_a_cell_of_lists_too_deep_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('2,"a text that ends\nnowhere', "it is not CSV (unexpected end of data)"),
+        ('2,"a \\"text\\" with, other quotes"', "it is not CSV (',' expected after '\"')"),
+        ("2,Hello, how are you?", "it has more cells than there are names; expected quotes around a comma"),
+    ],
+)
+def test_a_row_that_would_be_read_as_another_text_is_left_out(tmp_path: Path, row: str, reason: str) -> None:
+    log = read_log(written(tmp_path / "log.csv", "timestamp,prompt", "1,hello,", row))
+    assert [request.line for request in log.requests] == [1]
+    assert [line.reason.startswith(reason) for line in log.skipped] == [True]
+
+
+def test_a_cell_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(b'timestamp,prompt\r\n1,"two\r\nlines"\r\n')
+    log = read_log(path)
+    assert log.texts is not None
+    assert list(log.texts) == ["two\r\nlines"]
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"completion_tokens": -1},

@@ -111,6 +111,25 @@ def test_a_tokenizer_and_its_template_count(tokenizer_folder: Path, tmp_path: Pa
     assert told in log.assumptions
 
 
+def test_token_ids_stay_as_they_are_beside_a_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """The tokenizer would write [unk] as the three tokens [, unk and ], and has no word for the last prompts."""
+    rows = [{"prompt": ids} for ids in ([10, 11, 12], [0, 0], [10, 999], [2**64 - 1])]
+    log = read_log(write(tmp_path / "log.jsonl", *rows), tokenizer=tokenizer_folder)
+    assert [request.num_prompt_tokens for request in log.requests] == [3, 2, 2, 1]
+    assert log.requests[0].blocks.tolist() == chained(np.array([10, 11, 12]), 16).tolist()
+    assert log.texts is not None
+    assert list(log.texts) == ["hello there [image]", "[unk] [unk]", "", ""]
+
+
+def test_half_a_surrogate_pair_is_a_character_that_no_tokenizer_knows(tokenizer_folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "hello \ud83d there", "response": "hello \udc00"},
+        {"messages": [{"role": "user", "content": "\ud83d"}], "response": "hello"},
+    ]
+    log = read_log(write(tmp_path / "log.jsonl", *rows), tokenizer=tokenizer_folder)
+    assert [(request.num_prompt_tokens, request.num_output_tokens) for request in log.requests] == [(3, 2), (7, 1)]
+
+
 def test_token_ids_without_a_tokenizer_are_exact(tmp_path: Path) -> None:
     log = read_log(write(tmp_path / "log.jsonl", {"prompt": list(range(40))}, {"prompt": [*range(33), 7]}))
     assert [request.num_prompt_tokens for request in log.requests] == [40, 34]

@@ -57,17 +57,15 @@ class Collected:
                 if isinstance(entry.prompt, Hashes):
                     self.contents.append(entry.prompt.ids)
                     self._add(entry, encode_hashes(entry.prompt, len(self.requests)))
+                elif isinstance(entry.prompt, TokenIds):
+                    self._add(entry, encode_tokens(entry.prompt.ids, self.encoder.decode(entry.prompt.ids)))
                 elif place in encoded:
                     self._add(entry, encoded[place])
-                elif isinstance(entry.prompt, TokenIds):
-                    self._add(entry, encode_tokens(entry.prompt.ids))
 
     def _text(self, entry: Entry) -> str | None:
-        """The text of a prompt; None if it has only hashes or token ids, or is left out."""
-        if isinstance(entry.prompt, Hashes):
+        """The text of a prompt that is to be tokenized; None if it has none, or is left out."""
+        if isinstance(entry.prompt, Hashes | TokenIds):
             return None
-        if isinstance(entry.prompt, TokenIds):
-            return self.encoder.decode(entry.prompt.ids)
         try:
             text = self.encoder.render(entry.prompt)
         except ValueError as error:

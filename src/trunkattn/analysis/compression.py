@@ -20,7 +20,9 @@ Read = Callable[[int], None]
 def plain(file: Path) -> BinaryIO:
     """The file as it is. Raises ValueError if it cannot be read."""
     try:
-        return file.open("rb")
+        stream = file.open("rb")
+        stream.peek(1)  # a file of a broken disk or mount opens, and only a read fails
+        return stream
     except OSError as error:
         raise ValueError(f"{file}: it cannot be read: {error.strerror}; expected a file that you may read") from error
 

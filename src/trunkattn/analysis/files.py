@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,21 +42,34 @@ def files_of(path: Path) -> list[Path]:
     by a link such as latest.jsonl, is taken once. Where some names are those of logs, other files are left out.
 
     Raises:
-        ValueError: there is no such file, or the folder is empty.
+        ValueError: there is no such file, or the folder is empty, or one in it cannot be read.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such file or folder; expected a log")
-    inner = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    in_order = sorted(inner, key=lambda file: f"{file}{_AFTER_ALL}")
-    found = [path / file for file in in_order if not any(part.startswith(".") for part in file.parts)]
+    inner = (file.relative_to(path) for file in _inside(path) if file.is_file())
+    found = [path / file for file in sorted(inner, key=lambda file: f"{file}{_AFTER_ALL}")]
     if not found:
         raise ValueError(f"{path}: the folder is empty; expected logs, or texts that are one prompt each")
     found = [file for file in found if is_log(file)] or found
     own_names_first = sorted(found, key=Path.is_symlink)
     kept = {(file.stat().st_dev, file.stat().st_ino): file for file in reversed(own_names_first)}
     return [file for file in found if file in kept.values()]
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """All files in a folder and in the folders in it, but hidden ones and those that a disk's repair has found. Raises
+    ValueError if a folder cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"{error.filename}: it cannot be read: {error.strerror}; expected a folder that you may read"
+        ) from error
+
+    for inner, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+        yield from (Path(inner, name) for name in names if not name.startswith("."))
 
 
 def is_log(file: Path) -> bool:
@@ -247,9 +261,12 @@ def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     number = 0
     with opened(file, read) as stream:
         try:
-            for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig")):
+            for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True):
                 number += 1
-                yield Line(number, {str(name): _cell(str(name), value) for name, value in row.items()})
+                if any(row.pop(None, ())):
+                    yield SkippedLine(number, "it has more cells than there are names; expected quotes around a comma")
+                else:
+                    yield Line(number, {str(name): _cell(str(name), value) for name, value in row.items()})
         except (UnicodeDecodeError, csv.Error) as error:
             wrong = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"CSV ({error})"
             yield SkippedLine(number + 1, f"it is not {wrong}; expected a row, and {_END}")

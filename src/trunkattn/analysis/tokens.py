@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,8 +152,9 @@ def measured_estimate(entries: Iterable[Entry]) -> ByteEstimate:
     num_bytes = num_tokens = 0
     for entry in entries:
         if isinstance(entry.prompt, Chat | str) and entry.num_prompt_tokens:
-            num_bytes += len(to_bytes(default.render(entry.prompt)))
-            num_tokens += entry.num_prompt_tokens
+            with suppress(ValueError):  # messages that are wrong; their line is left out later
+                num_bytes += len(to_bytes(default.render(entry.prompt)))
+                num_tokens += entry.num_prompt_tokens
     if not num_bytes:
         return default
     return ByteEstimate(max(1, round(2 * num_bytes / num_tokens)) / 2, is_measured=True)
@@ -197,7 +199,9 @@ class TokenizerEncoder:
         return text
 
     def decode(self, ids: NDArray[np.int64]) -> str | None:
-        """The text of token ids."""
+        """The text of token ids; None if the tokenizer lacks one of them."""
+        if ids.min() < 0 or ids.max() >= len(self.tokenizer):
+            return None
         text: str = self.tokenizer.decode(ids)
         return text
 
@@ -205,12 +209,17 @@ class TokenizerEncoder:
         """Texts with their counts and blocks."""
         if not texts:
             return []
-        found = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        found = self._ids([to_bytes(text).decode() for text in texts])
         return [encode_tokens(np.array(ids, dtype=np.int64), text) for ids, text in zip(found, texts, strict=True)]
 
     def count(self, text: str) -> int:
         """Tokens of an answer."""
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self._ids([to_bytes(text).decode()])[0])
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts without half surrogate pairs, which no tokenizer takes."""
+        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return found
 
 
 def read_tokenizer(path: str | Path) -> TokenizerEncoder:
