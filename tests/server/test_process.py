@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -35,16 +36,18 @@ def command(folder: Path, *options: object) -> list[str]:
 
 
 @contextmanager
-def serving(folder: Path, *options: object, redirection: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address, once it listens. redirection: of its streams, for a shell."""
+def serving(
+    folder: Path, *options: object, redirection: str = ""
+) -> Iterator[tuple[subprocess.Popen[str], str, Future[str]]]:
+    """The process and its address, once it listens, and what it logs from then on. redirection: of its streams, for a
+    shell."""
     line = f"exec {shlex.join(command(folder, '--port', 0, *options))} {redirection}"
     process = subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if match := re.search(r"at (http://\S+),", line):
-                threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would fill up
-                yield process, match[1]
+                yield process, match[1], ThreadPoolExecutor(1).submit(process.stderr.read)  # or the pipe would fill up
                 break
         else:
             pytest.fail("the server did not start")
@@ -70,10 +73,12 @@ def streamed(url: str, during: Callable[[], None]) -> str:
 def test_a_signal_lets_running_answers_end_and_a_closed_stdout_stops_nobody(
     folder: Path, stop: signal.Signals, redirection: str
 ) -> None:
-    with serving(folder, redirection=redirection) as (process, url):
+    with serving(folder, redirection=redirection) as (process, url, logged):
         whole = streamed(url, lambda: None)
         assert streamed(url, lambda: process.send_signal(stop)) == whole
         assert process.wait(PATIENCE) in (0, -stop, 128 + stop)
+        last = logged.result(PATIENCE).splitlines()[-1]
+        assert "Finished server process" in last  # and no library complains of objects that are left
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
@@ -197,7 +202,7 @@ def test_an_open_page_delays_no_end_and_what_takes_too_long_is_cut_off_and_told(
     save_tiny_model: Callable[..., None], tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path, num_positions=100_000)  # an answer as long as no machine computes in a second
-    with serving(tmp_path, "--shutdown-seconds", 1) as (process, url):
+    with serving(tmp_path, "--shutdown-seconds", 1) as (process, url, _):
         answers: list[httpx.Response] = []
         body: dict[str, Any] = LONG | {"max_tokens": 90_000, "stream": False}
         asking = threading.Thread(
@@ -221,7 +226,7 @@ def test_an_open_page_delays_no_end_and_what_takes_too_long_is_cut_off_and_told(
 
 def test_a_live_page_alone_ends_at_once(folder: Path) -> None:
     with (
-        serving(folder, "--shutdown-seconds", 3600) as (process, url),
+        serving(folder, "--shutdown-seconds", 3600) as (process, url, _),
         httpx.stream("GET", f"{url}/live", timeout=PATIENCE) as page,
     ):
         next(page.iter_lines())

@@ -55,7 +55,10 @@ def run_serve(options: ServeOptions) -> None:
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
-        AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
+        try:
+            AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
+        finally:
+            gc.unfreeze()  # libraries that Python ends call what stays alive a leak
 
 
 def _bound(server: ServerOptions) -> socket.socket:
