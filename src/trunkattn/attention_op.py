@@ -35,7 +35,14 @@ def run_in_graph(number: int, inputs: LayerInputs, latent: bool, out: torch.Tens
         inputs: checked arguments, as `of_layer` returns them.
         latent: whether the caches of `inputs` are two views of one latent cache.
         out: the tensor to write into.
+
+    Raises:
+        RuntimeError: torch.export traces, whose program would keep the number of a plan that is gone when it runs.
     """
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            "BatchAttention.run in torch.export: expected no export, as a plan lives in one process; use torch.compile"
+        )
     scales = [getattr(inputs, name) for name in _SCALES]
     found: torch.Tensor = torch.ops.trunkattn.run(
         number,

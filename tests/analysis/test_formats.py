@@ -188,7 +188,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
 def test_a_folder_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "b.txt").write_text(SYSTEM + " b")
-    (tmp_path / "inner" / "c.md").write_text(SYSTEM + " c")
+    (tmp_path / "inner" / "c.md").write_text(SYSTEM + " c", encoding="utf-8-sig")
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00 no text")
     (tmp_path / "d").write_text("")
     (tmp_path / ".hidden").write_text("not read")

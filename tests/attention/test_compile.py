@@ -33,6 +33,20 @@ def test_a_step_within_compiled_code_gives_the_same() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_plan_is_not_exported(strict: bool) -> None:
+    """The program would hold the number of a plan, which another plan may have when the program runs."""
+    attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
+    plan = attention.plan(TABLE, LENS)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            return attention.run(plan, q, cache, cache)
+
+    with pytest.raises(Exception, match=r"in torch\.export: expected no export, as a plan lives in one process"):
+        torch.export.export(Layer(), (torch.zeros(6, 4, 32), torch.zeros(9, 16, 2, 32)), strict=strict)
+
+
 def test_steps_take_one_graph_without_a_break() -> None:
     attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
     generator = torch.Generator().manual_seed(0)

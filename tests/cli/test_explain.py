@@ -34,11 +34,11 @@ def test_a_page_that_every_level_fills_is_taken_for_a_tree() -> None:
     assert read_batch("8_33", None)[2] == 16
 
 
-@pytest.mark.parametrize("kind", ["json", "npz"])
+@pytest.mark.parametrize("kind", ["json", "json with a byte-order mark", "npz"])
 def test_a_file_is_explained_like_a_tree(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"batch.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(GOOD))
+    path = tmp_path / f"batch.{kind.split()[0]}"
+    if kind != "npz":
+        path.write_text(json.dumps(GOOD), encoding="utf-8" if kind == "json" else "utf-8-sig")
     else:
         np.savez(path, block_table=np.array([[0, 1, 2], [0, 1, 3], [0, 4, 99]]), seq_lens=[40, 41, 17], page_size=16)
     written = json.loads(run(str(path), "--json"))

@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
 from trunkattn.cli.command import fields_of
-from trunkattn.cli.generate import print_stream, run_generate, valid_json
+from trunkattn.cli.generate import _file_text, _standard_input, print_stream, run_generate, valid_json
 from trunkattn.cli.options import GenerateOptions
+from trunkattn.cli.sampling_options import _read
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 
@@ -130,6 +131,14 @@ def test_text_that_is_not_utf8_is_named(tiny_folder: Path, arguments: list[str])
     check_usage_error(result, ["--prompt", "expected UTF-8 text"])
     result = CliRunner().invoke(app, ["generate", "--model", str(tiny_folder), *arguments], input=b"caf\xe9 is")
     check_usage_error(result, ["standard input", "expected UTF-8 text"])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text"
+    path.write_text("Hello", encoding="utf-8-sig")
+    assert _file_text(path) == _read("json_schema", path) == "Hello"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffHello"))
+    assert _standard_input() == "Hello"
 
 
 def test_what_is_shown_of_a_prompt_is_no_markup(tiny_folder: Path) -> None:

@@ -109,7 +109,7 @@ def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
     for number, file in enumerate(_without_copies(files, read), start=1):
         try:
             with opened(file, read) as stream:
-                text = stream.read().decode("utf-8")
+                text = stream.read().decode("utf-8-sig")
         except UnicodeDecodeError:
             yield SkippedLine(number, "it is not a text in UTF-8")
             continue

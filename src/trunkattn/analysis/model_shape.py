@@ -111,7 +111,7 @@ def model_shape(model: str) -> ModelShape:
         known = ", ".join(CONFIGS)
         raise ValueError(f"model={model!r}: expected one of {known}, or a config.json, or a folder that has one")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = f"{path} is not JSON that can be read ({error})"
         raise ValueError(f"model={model!r}: {reason}; expected a model's config.json") from error

@@ -128,7 +128,7 @@ def _fields(path: Path) -> dict[str, Any]:
         if path.suffix == ".npz":
             with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as arrays:
                 return dict(arrays)
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, EOFError, ValueError, RecursionError, zipfile.BadZipFile) as error:
         raise ValueError(f"batch={str(path)!r}: it cannot be read ({error}); {expected}") from error
     if not isinstance(fields, dict):

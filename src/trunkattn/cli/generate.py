@@ -77,7 +77,7 @@ def given_prompts(options: GenerateOptions) -> list[str | None]:
 
 def _file_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         message = f"{str(path)!r}: expected a UTF-8 text file ({error})"
         raise typer.BadParameter(message, param_hint="--prompt-file") from error
@@ -88,7 +88,7 @@ def _standard_input() -> str:
     if sys.stdin is None:
         raise typer.BadParameter("expected text, and it is closed", param_hint="standard input")
     try:
-        return _checked("standard input", sys.stdin.read())
+        return _checked("standard input", sys.stdin.read().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"expected UTF-8 text ({error})", param_hint="standard input") from error
 

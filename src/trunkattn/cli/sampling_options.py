@@ -147,6 +147,6 @@ def _check_form(form: "StructuredOutputsParams") -> None:
 def _read(name: str, path: Path | None) -> str | None:
     """The text of an option's file."""
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}={str(path)!r}: expected a UTF-8 text file ({error})") from error
