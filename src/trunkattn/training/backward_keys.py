@@ -220,14 +220,16 @@ def _load_keys(
 ):
     """Loads the `KeyBlock` of a KV head that begins with key `first` of a sequence. `row` is the sequence's place in
     the batch."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_N: tl.constexpr = TILE.block_n
     k_head = tensors.k + row * strides.k_batch + sequence.begin_k * strides.k_token
     k_head += tl.cast(kv_head, tl.int64) * strides.k_head
     v_head = tensors.v + row * strides.v_batch + sequence.begin_k * strides.v_token
     v_head += tl.cast(kv_head, tl.int64) * strides.v_head
     length = sequence.len_k
-    keys = load_tile(k_head, first, strides.k_token, length, BLOCK_N, SHAPE.keys, not VARIANT.even_k)
-    values = load_tile(v_head, first, strides.v_token, length, BLOCK_N, SHAPE.head_values, not VARIANT.even_k)
+    keys = load_tile(k_head, first, strides.k_token, length, BLOCK_N, KEYS, not VARIANT.even_k)
+    values = load_tile(v_head, first, strides.v_token, length, BLOCK_N, VALUES, not VARIANT.even_k)
     n = first + tl.arange(0, BLOCK_N)
     depth_end = 0
     if VARIANT.tree and VARIANT.window:
@@ -267,13 +269,15 @@ def _query_heads(tensors, batch, strides, sequence, row, head, SHAPE: tl.constex
 @triton.jit
 def _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scales, SHAPE: tl.constexpr):
     """Writes dk and dv of a block that begins with key `first` of a sequence."""
+    KEYS: tl.constexpr = SHAPE.keys
+    VALUES: tl.constexpr = SHAPE.head_values
     num_kv_heads = batch.num_qo_heads // SHAPE.group_size
     k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
     begin = row * batch.seqlen_k + sequence.begin_k
     dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
     dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
-    store_tile(dk_head, first, k_stride, sequence.len_k, state.dk * scales.sm_scale, SHAPE.keys)
-    store_tile(dv_head, first, v_stride, sequence.len_k, state.dv, SHAPE.head_values)
+    store_tile(dk_head, first, k_stride, sequence.len_k, state.dk * scales.sm_scale, KEYS)
+    store_tile(dv_head, first, v_stride, sequence.len_k, state.dv, VALUES)
 
 
 @triton.jit
