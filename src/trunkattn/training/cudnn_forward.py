@@ -1,4 +1,4 @@
-"""The forward pass of sequences of one length by PyTorch's cuDNN, whose lse our own backward pass begins with."""
+"""The forward pass of sequences of one length by PyTorch's cuDNN; the backward pass of another kernel reads its lse."""
 
 import torch
 

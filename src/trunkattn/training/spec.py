@@ -249,7 +249,7 @@ def backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
 
 
 def no_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
-    """Returns nothing: cuDNN chooses its own."""
+    """Returns nothing: cuDNN and FlashAttention-4 choose their own."""
     return ()
 
 

@@ -20,9 +20,8 @@ def reads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bo
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float) -> torch.Tensor:
-    """out [batch, seqlen_q, num_qo_heads, head_dim of v] of checked tensors, with gradients. causal requires that
-    seqlen_q
-    is seqlen_k: otherwise PyTorch aligns the first query with the first key, while here the last query sees the last
+    """out [batch, seqlen_q, num_qo_heads, head_dim of v] of checked tensors, with gradients. causal requires seqlen_q =
+    seqlen_k: otherwise PyTorch aligns the first query with the first key, while here the last query sees the last
     key."""
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
