@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkattn.engine import truncation
 from trunkattn.engine.sampling import Sampler, SampleSpec, _draw, _probabilities, token_logprobs
 from trunkattn.engine.sampling_params import SamplingParams
 
@@ -66,23 +68,71 @@ def test_a_top_p_that_is_zero_in_float32_keeps_the_most_likely_token(least: floa
 @pytest.mark.parametrize(
     "wide", [{"top_p": 0.999, "temperature": 2.0}, {"top_k": 2999}, {"top_k": 1 << 20, "top_p": 0.99999}]
 )
-def test_a_row_that_needs_many_candidates_costs_the_others_nothing(
+def test_a_row_that_keeps_many_tokens_costs_the_others_nothing_and_is_not_sorted(
     monkeypatch: pytest.MonkeyPatch, wide: dict[str, float]
 ) -> None:
-    logits, topk, sorted_rows = logits_of(9), torch.Tensor.topk, []
+    logits, topk, fewest, sorted_rows, counted_rows = logits_of(9), torch.Tensor.topk, truncation._fewest, [], []
 
-    def counted(values: torch.Tensor, width: int) -> torch.return_types.topk:
+    def sorting(values: torch.Tensor, width: int) -> torch.return_types.topk:
         sorted_rows.append((len(values), width))
         return topk(values, width)
 
+    def counting(probs: torch.Tensor, least: Sequence[float], by_mass: bool) -> torch.Tensor:
+        counted_rows.append(len(probs))
+        return fewest(probs, least, by_mass)
+
     narrow = SamplingParams(top_p=0.9, top_k=50)
     alone = _probabilities(logits[:8], [narrow] * 8)
-    monkeypatch.setattr(torch.Tensor, "topk", counted)
+    monkeypatch.setattr(torch.Tensor, "topk", sorting)
+    monkeypatch.setattr(truncation, "_fewest", counting)
     found = _probabilities(logits, [*[narrow] * 8, SamplingParams(**wide)])  # type: ignore[arg-type]
-    assert sorted_rows[0] == (9, 256) and {rows for rows, _ in sorted_rows[1:]} == {1}
+    assert sorted_rows == [(9, 256)] and set(counted_rows) == {1}
     assert torch.equal(found[:8], alone)
     expected = expected_probabilities(logits[8], SamplingParams(**wide))  # type: ignore[arg-type]
     torch.testing.assert_close((found[8] / found[8].sum()).double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def kept_by_sorting(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Whether each token of a row is kept, by sorting and adding in float64; of equal ones the first."""
+    order = probs.double().argsort(descending=True, stable=True)
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    values = probs[order].double()
+    before = values.cumsum(0) - values
+    kept = torch.zeros(len(probs), dtype=torch.bool)
+    kept[order[before < params.top_p * values.sum()] if params.top_p < 1 else order] = True
+    return kept
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])  # in bfloat16 many tokens are equally likely
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.3, 1.5])
+def test_rows_that_keep_many_tokens_keep_exactly_those_that_a_sort_finds(scale: float, rounded: torch.dtype) -> None:
+    params = [
+        SamplingParams(**one)  # type: ignore[arg-type]
+        for one in (
+            {"top_p": 0.99},
+            {"top_p": 0.9},
+            {"top_p": 0.5, "top_k": 2500},
+            {"top_k": 257},
+            {"top_k": 2999, "top_p": 1 - 1e-9},
+            {"top_p": 1 - 1e-12},
+        )
+    ]
+    probs = logits_of(len(params), scale).to(rounded).float().softmax(dim=-1)
+    kept = probs.clone()
+    truncation.truncate(kept, params)
+    for row, one in enumerate(params):
+        assert torch.equal(kept[row], probs[row].where(kept_by_sorting(probs[row], one), 0.0)), one
+
+
+def test_rows_of_nan_with_any_sign_are_truncated_beside_others() -> None:
+    params = [SamplingParams(top_p=0.99), SamplingParams(top_k=1000), SamplingParams(top_p=0.99)]
+    probs = logits_of(3, 0.1).softmax(dim=-1)
+    alone = probs.clone()
+    probs[0], probs[1] = math.nan, -math.nan
+    for values in (alone, probs):
+        truncation.truncate(values, params)
+    assert torch.equal(probs[2], alone[2]) and (probs[2] > 0).sum() < VOCAB
 
 
 def test_a_temperature_that_is_infinite_in_float32_draws_no_banned_token() -> None:

@@ -11,13 +11,13 @@ import torch
 
 from trunkattn.engine.logits import LogitsState, adjust_logits
 from trunkattn.engine.sampling_params import SamplingParams
+from trunkattn.engine.truncation import truncate
 
 NOT_FINITE = -1  # in place of a token: the model's logits have none that is largest, because of a NaN or infinity
 NO_TOKEN_LEFT = -2  # in place of a token: the request's own parameters leave none
 NO_TOKEN_WANTED = -3  # in place of a token: the request asks only for its prompt
 BLOCK = 256  # tokens; a draw chooses a block of them first
 _LARGEST = torch.finfo(torch.float32).max
-MIN_CANDIDATES = 256  # top-p first considers this many most likely tokens, then more while their mass is too small
 
 
 @dataclass(frozen=True)
@@ -212,51 +212,20 @@ def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     probs = logits.softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.min_p > 0]
     if rows:
-        probs[rows] = _drop_unlikely(probs[rows], [params[row].min_p for row in rows])
-    rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
-    if rows:
-        probs[rows] = _truncate(probs[rows], [params[row] for row in rows])
+        _drop_unlikely(probs, rows, [params[row].min_p for row in rows])
+    truncate(probs, params)
     return probs
 
 
-def _drop_unlikely(probs: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
-    """Probabilities without the tokens that are less than min_p times as likely as the most likely one."""
-    least = torch.tensor(min_p, dtype=torch.float32, device=probs.device)[:, None] * probs.amax(dim=-1, keepdim=True)
-    kept = probs.masked_fill(probs < least, 0.0)
-    return kept / kept.sum(dim=-1, keepdim=True)
-
-
-def _truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Sets all probabilities to zero but those of the top-k tokens, and of these keeps the fewest whose share of the
-    top-k mass reaches top_p. Where few tokens do not reach it, only those rows are sorted further, so that a flat one
-    costs the others nothing and changes no bit of theirs."""
-    vocab_size = probs.shape[1]
-    truncated = torch.empty_like(probs)
-    rows, width = list(range(len(params))), min(vocab_size, MIN_CANDIDATES)
-    while rows:
-        truncated[rows], is_reached = _truncate_within(_rows(probs, rows), [params[row] for row in rows], width)
-        rows = [row for row, reached in zip(rows, is_reached.tolist(), strict=True) if not reached]
-        width = min(vocab_size, 8 * MIN_CANDIDATES if width == MIN_CANDIDATES else vocab_size)
-    return truncated
-
-
-def _truncate_within(
-    probs: torch.Tensor, params: Sequence[SamplingParams], width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_truncate` makes of rows if the tokens that it keeps are among the `width` most likely ones, and [rows]
-    whether they are."""
-    vocab_size, device = probs.shape[1], probs.device
-    per_row = [[min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size] for p in params]
-    top_k = torch.tensor(per_row, dtype=torch.int64, device=device)
-    top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
-    values, token_ids = probs.topk(width)
-    values = values.masked_fill(torch.arange(width, dtype=torch.int64, device=device) >= top_k, 0.0)
-    mass = values.cumsum(dim=-1)
-    total = torch.where(top_k <= width, mass[:, -1:], 1.0)
-    is_beyond = mass - values >= top_p * total
-    is_beyond[:, 0] = False  # a top_p that is 0 in float32 keeps the most likely token, too
-    kept = torch.zeros_like(probs).scatter_(1, token_ids, values.masked_fill_(is_beyond, 0.0))
-    return kept, ((top_k <= width) | ((top_k == vocab_size) & (mass[:, -1:] >= top_p)))[:, 0]
+def _drop_unlikely(probs: torch.Tensor, rows: list[int], min_p: Sequence[float]) -> None:
+    """Makes some rows probabilities without the tokens that are less than min_p times as likely as the most likely
+    one."""
+    some = _rows(probs, rows)
+    least = torch.tensor(min_p, dtype=torch.float32, device=probs.device)[:, None] * some.amax(dim=-1, keepdim=True)
+    some.masked_fill_(some < least, 0.0)
+    some.div_(some.sum(dim=-1, keepdim=True))
+    if some is not probs:
+        probs[rows] = some
 
 
 def _stream(seed: int, index: int, position: int) -> int:
