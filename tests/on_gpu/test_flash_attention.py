@@ -298,6 +298,26 @@ def test_parts_of_a_fused_tensor_and_tensors_that_tma_cannot_read() -> None:
     torch.testing.assert_close(flash_attention(*odd, True, **sums), apart, rtol=0.02, atol=0.02)
 
 
+def test_transformations_of_torch_func() -> None:
+    """A new tree makes its tables within one."""
+    q, k, v = (torch.randn(12, 2, 64, device="cuda", dtype=BF16) for _ in range(3))
+    sums = {
+        name: torch.tensor([0, 5, 12], dtype=torch.int32, device="cuda") for name in ("cu_seqlens_q", "cu_seqlens_k")
+    }
+    for options in ({"causal": True, **sums}, {"tree": PrefixTree.from_segments([-1, 0, 0], [6, 3, 3])}, {}):
+        lead = q[None] if not options else q
+
+        def loss(query: torch.Tensor, options: dict[str, Any] = options) -> torch.Tensor:
+            out = flash_attention(query, *((k, v) if options else (k[None], v[None])), deterministic=True, **options)
+            assert isinstance(out, torch.Tensor)
+            return out.float().square().sum()
+
+        found = torch.func.grad(loss)(lead)
+        own = lead.clone().requires_grad_()
+        torch.testing.assert_close(found, torch.autograd.grad(loss(own), own)[0])
+        assert torch.equal(torch.vmap(torch.func.grad(loss))(lead[None])[0], found)
+
+
 def test_nan_of_a_packed_sequence_stays_in_it() -> None:
     q, k, v = (torch.randn(200, 2, 128, device="cuda", dtype=BF16) for _ in range(3))
     sums = {

@@ -176,9 +176,10 @@ def test_a_second_derivative_is_refused() -> None:
 def test_forward_mode_is_refused_whether_or_not_gradients_are_recorded(enabled: bool) -> None:
     q, k, v = DENSE.inputs[:3]
     with torch.set_grad_enabled(enabled):
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        refused = pytest.raises(RuntimeError, match="no forward-mode derivatives: expected tensors without tangents")
+        with forward_ad.dual_level(), refused:
             flash_attention(forward_ad.make_dual(q, q), k, v)
-        with pytest.raises(RuntimeError, match="setup_context"):
+        with refused:
             torch.func.jvp(lambda given: flash_attention(given, k, v), (q,), (q,))
 
 

@@ -57,6 +57,61 @@ def test_vmap_over_nothing_is_empty(kind: str) -> None:
     assert found.shape == (0, *q.shape)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformations_of_torch_func_give_the_same_gradients(kind: str) -> None:
+    given = [tensor.detach() for tensor in (*leaves(kind), torch.randn(4))]
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        out, lse = ATTENTION(*tensors[:3], **KINDS[kind], sinks=tensors[3], return_lse=True)
+        result: torch.Tensor = out.square().sum() + lse.sum()
+        return result
+
+    def expected_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        return torch.autograd.grad(loss(*own), own)
+
+    of_all = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    with torch.no_grad():
+        found = of_all(*given)
+    torch.testing.assert_close(found, expected_of(*given))
+    many = torch.stack([given[0], given[0] * 2])
+    per_sample = torch.vmap(of_all, in_dims=(0, None, None, None))(many, *given[1:])
+    for index in range(2):
+        torch.testing.assert_close([each[index] for each in per_sample], list(expected_of(many[index], *given[1:])))
+    summed = torch.func.grad(lambda q: torch.vmap(loss, in_dims=(0, None, None, None))(q, *given[1:]).sum())(many)
+    torch.testing.assert_close(summed, per_sample[0])
+    outer = given[1].clone().requires_grad_()  # which the tape around a transformation records
+    value, _ = torch.func.vjp(lambda q: loss(q, outer, *given[2:]), given[0])
+    torch.testing.assert_close(torch.autograd.grad(value, outer)[0], expected_of(*given)[1])
+    assert torch.func.jacrev(loss)(*given).equal(found[0])
+
+
+def test_second_derivatives_by_torch_func_are_refused() -> None:
+    """Not those that are 0 because nothing is recorded."""
+    given = [tensor.detach() for tensor in leaves("tree")]
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = ATTENTION(q, *given[1:], **KINDS["tree"]).square().sum()
+        return total
+
+    with pytest.raises(RuntimeError, match="flash_attention_backward has no gradients: expected first derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(given[0])
+    for transformation in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match="no forward-mode derivatives: expected tensors without tangents"):
+            transformation(loss)(given[0])
+
+
+def test_values_are_unpacked_under_transformations_of_torch_func() -> None:
+    values, indices = torch.randn(10, 3, 2), SMALL.sequence_indices()
+    for dim in (1, 2):
+        found = torch.vmap(lambda each: tuple(SMALL.unpack(each)), in_dims=dim, out_dims=dim)(values)
+        assert all(torch.equal(part, values[own]) for part, own in zip(found, indices, strict=True))
+    gradient = torch.func.grad(lambda given: sum(part.sum() for part in SMALL.unpack(given)))(values)
+    assert torch.equal(gradient[:, 0, 0], SMALL.pack().weights + torch.eye(10)[0] * 2)
+    _, tangents = torch.func.jvp(SMALL.unpack, (values,), (values,))
+    assert all(torch.equal(part, values[own]) for part, own in zip(tangents, indices, strict=True))
+
+
 def test_nested_tensors_are_packed_sequences() -> None:
     parts = [[torch.randn(tokens, heads, 8) for tokens in (4, 6)] for heads in (4, 2, 2)]
     nested = [torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True) for each in parts[:2]]
@@ -137,6 +192,25 @@ def test_trees_compile_whole_and_not_again() -> None:
     assert len(compilations) <= 2  # shapes as they are, then any
 
 
+def test_trees_are_packed_and_unpacked_in_a_whole_graph() -> None:
+    def packed(tree: PrefixTree, values: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        batch = tree.pack()
+        return tree.unpack(values * 2), batch.weights, batch.position_ids
+
+    values = torch.randn(10, 2)
+    for found, expected in zip(
+        torch.compile(packed, backend="eager", fullgraph=True)(SMALL, values), packed(SMALL, values), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_tree_is_made_within_what_is_compiled() -> None:
+    """By Python, between two graphs."""
+    made = torch.compile(lambda values: PrefixTree.from_sequences([[1, 2], [1, 3]]).unpack(values), backend="eager")
+    first, second = made(torch.tensor([5, 6, 7]))
+    assert first.tolist() == [5, 6] and second.tolist() == [5, 7]
+
+
 def test_autocast_applies_to_trees() -> None:
     given = leaves("tree", TREE.num_tokens)
     with torch.autocast("cpu", BF16):
@@ -164,8 +238,9 @@ def with_fake_tensors(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -
 
 
 def under_a_transformation(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda q: layer(q, *given[1:]).sum())(given[0])
+    gradient = torch.func.grad(lambda q: layer(q, *given[1:]).sum())(given[0])
+    own = given[0].clone().requires_grad_()
+    assert torch.equal(gradient, torch.autograd.grad(layer(own, *given[1:]).sum(), own)[0])
 
 
 def functionalized(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:

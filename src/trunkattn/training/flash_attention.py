@@ -71,7 +71,7 @@ def flash_attention(
         that sees no key has output 0, gradient 0, and lse -inf or its sink. NaN reaches nothing from padding or from
         other sequences; from tokens of its sequence or tree that a query does not see it may, as in PyTorch.
 
-    Gradients of gradients and forward-mode differentiation raise, as does torch.func.grad in our own kernels.
+    torch.func.grad and its kind work. Gradients of gradients and forward-mode differentiation raise RuntimeError.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -124,8 +124,8 @@ def _nested(q: Any, k: Any, v: Any, options: Options) -> torch.Tensor | Pair:
 
 def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Kernel | None:
     """The kernel of the table that computes both passes at once. None if the two custom ops do, which torch.compile
-    takes without a graph break."""
-    if not q.is_cuda or torch.compiler.is_compiling():
+    takes without a graph break, and torch.func's transformations."""
+    if not q.is_cuda or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return None
     tree = options.tree
     names = _NOT_IN_TREES if tree is not None else _NOT_IN_BATCHES

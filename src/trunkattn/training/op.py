@@ -20,6 +20,8 @@ from typing import Any, Final
 
 import torch
 from torch import library
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from trunkattn.derivatives import are_recorded
 from trunkattn.gpu.cards import card_at
@@ -210,12 +212,37 @@ def _below_autograd(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         return op(*given)
 
 
+def _applied(function: Any, given: tuple[Any, ...]) -> Any:
+    """The results of an autograd function. Within torch.func's transformations it belongs to the one that has called
+    its op, while `Function.apply` begins with the innermost one."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*given)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*given)
+
+
+def _forward_of(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """What an autograd function computes. Autograd does not record within it, but outer transformations do."""
+    if not torch._C._are_functorch_transforms_active():
+        return _below_autograd(op, given)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below_autograd(op, given)
+
+
+def _no_tangents(ctx: Any, *grad_inputs: Any) -> Any:
+    raise RuntimeError(
+        "trunkattn::flash_attention has no forward-mode derivatives: expected tensors without tangents; use"
+        " torch.func.vjp or torch.func.jacrev, or torch.nn.functional.scaled_dot_product_attention with"
+        " SDPBackend.MATH"
+    )
+
+
 class _Attention(torch.autograd.Function):
     """`attention` with its gradients."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Pair:
-        found: Pair = _below_autograd(attention, given)
+        found: Pair = _forward_of(attention, given)
         ctx.options = given[-3:]
         ctx.set_materialize_grads(False)  # most callers ask for no lse
         # autograd saves no tensor that was made in inference mode, but its copy
@@ -231,13 +258,15 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, dsinks = _backward(*given) if torch.is_grad_enabled() else _below_autograd(_backward, given)
         return dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *(None,) * 7
 
+    jvp = staticmethod(_no_tangents)
+
 
 class _Gradients(torch.autograd.Function):
     """`_backward`, which has no gradients."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        return _below_autograd(_backward, given)
+        return _forward_of(_backward, given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -246,16 +275,18 @@ class _Gradients(torch.autograd.Function):
             " gives no others; use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
         )
 
+    jvp = staticmethod(_no_tangents)
+
 
 @library.impl("trunkattn::flash_attention", "Autograd")
 def _(*given: Any) -> Pair:
-    found: Pair = _Attention.apply(*given) if are_recorded() else _below_autograd(attention, given)
+    found: Pair = _applied(_Attention, given) if are_recorded() else _below_autograd(attention, given)
     return found
 
 
 @library.impl("trunkattn::flash_attention_backward", "Autograd")
 def _(*given: Any) -> Any:
-    return _Gradients.apply(*given) if are_recorded() else _below_autograd(_backward, given)
+    return _applied(_Gradients, given) if are_recorded() else _below_autograd(_backward, given)
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:

@@ -214,13 +214,13 @@ class PrefixTree:
     def _segments(self) -> np.ndarray:
         """`TreeTables.segments`."""
         count = len(self.starts)
-        return self._by_segment[: 4 * count].view(count, 4).numpy()
+        return self._by_segment.numpy()[: 4 * count].reshape(count, 4)
 
     @property
     def _offsets(self) -> np.ndarray:
         """The number of ancestors of each segment's tokens less the numbers of these tokens."""
         count = len(self.starts)
-        return self._by_segment[5 * count : 6 * count].numpy()
+        return self._by_segment.numpy()[5 * count : 6 * count]
 
     @property
     def num_levels(self) -> int:
@@ -245,13 +245,14 @@ class PrefixTree:
 
     def paths(self, segments: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each of some segments, in order, with the tokens from a root to its end, int64."""
-        offsets = self._offsets
-        path = np.empty(int((self._segments[:, 1] + offsets).max()), np.int64)
-        for segment, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            depth = start + int(offsets[segment])
-            path[depth : depth + length] = np.arange(start, start + length)
+        depths: list[int] = []  # where each segment ends on its path; plain numbers, for torch.compile traces this
+        for parent, length in zip(self.parents, self.lengths, strict=True):
+            depths.append(length if parent < 0 else depths[parent] + length)
+        path = np.empty(max(depths), np.int64)
+        for segment, (start, length, end) in enumerate(zip(self.starts, self.lengths, depths, strict=True)):
+            path[end - length : end] = np.arange(start, start + length)
             if segment in segments:
-                yield segment, path[: depth + length].copy()
+                yield segment, path[:end].copy()
 
     def _position_ids(self) -> np.ndarray:
         positions: np.ndarray = np.arange(self.num_tokens) + np.repeat(self._offsets, self.lengths)
@@ -262,10 +263,10 @@ class PrefixTree:
         return self.cached(device, lambda: self._tables(device))
 
     def _tables(self, device: torch.device) -> TreeTables:
-        make = TreeTables.of_segments
-        if device.type == "cuda" and not torch.compiler.is_compiling():
+        make, numbers = TreeTables.of_segments, self._by_segment.to(device)
+        if device.type == "cuda" and not torch.compiler.is_compiling() and has_memory(numbers):
             from trunkattn.training.tree_tables import tables_of_segments as make  # which needs Triton
-        return make(self._by_segment.to(device), self.num_tokens)
+        return make(numbers, self.num_tokens)
 
     def cached(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """The result of `make`, which is called once for each key and kept with the tree."""
@@ -312,7 +313,9 @@ class PrefixTree:
 
     def _counts(self) -> np.ndarray:
         """The number of sequences that hold each token, float32."""
-        counts = np.bincount(self.leaves, minlength=len(self.starts)).tolist()
+        counts = [0] * len(self.starts)
+        for leaf in self.leaves:
+            counts[leaf] += 1
         for segment in range(len(counts) - 1, 0, -1):
             if self.parents[segment] >= 0:
                 counts[self.parents[segment]] += counts[segment]
@@ -348,8 +351,10 @@ class PrefixTree:
             raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
         indices = self.sequence_indices()
         # one gather, because each of many would have a gradient as large as all values
-        rows = values[torch.cat(indices).to(values.device)]
-        return list(rows.unsafe_split_with_sizes([len(own) for own in indices]))  # they may be written to
+        rows, lengths = values[torch.cat(indices).to(values.device)], [len(own) for own in indices]
+        if torch._C._are_functorch_transforms_active():  # torch.vmap has no rule for the other one
+            return list(torch.ops.aten.split_with_sizes_copy(rows, lengths))
+        return list(rows.unsafe_split_with_sizes(lengths))  # they may be written to
 
 
 def _outside_inference() -> AbstractContextManager[None]:

@@ -106,7 +106,7 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
     Raises:
         ValueError: a sequence is a prefix of another.
     """
-    keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
+    keys = [sequence.tobytes() for sequence in sequences]  # any order of tokens does
     root = _Node(0, 0, 0)
     path, leaf_of = [root], dict[int, _Node]()
     last: int | None = None
