@@ -15,6 +15,7 @@ The last is the largest difference of a weight's gradients of both ways, over it
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,11 @@ class Sizes(NamedTuple):
 TINY = Sizes(64, 4, 2, 16, 128)
 
 
+def random_weight(shape: tuple[int, int], device: str) -> nn.Parameter:
+    """Normal numbers as bfloat16, whose products with unit inputs have unit variance."""
+    return nn.Parameter(torch.randn(shape, device=device).mul_(shape[1] ** -0.5).bfloat16())
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
@@ -54,15 +60,12 @@ class Block(nn.Module):
         super().__init__()
         self.sizes = sizes
         queries, keys = sizes.num_qo_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        shapes = {
-            "qkv": (queries + 2 * keys, sizes.width), "out": (sizes.width, queries),
-            "gate_up": (2 * sizes.mlp, sizes.width), "down": (sizes.width, sizes.mlp),
-        }  # fmt: skip
-        for name, shape in shapes.items():
-            weight = torch.randn(shape, device=device).mul_(shape[1] ** -0.5).bfloat16()
-            self.register_parameter(name, nn.Parameter(weight))
-        for name in ("attention_norm", "mlp_norm"):
-            self.register_parameter(name, nn.Parameter(torch.ones(sizes.width, device=device, dtype=torch.bfloat16)))
+        self.qkv = random_weight((queries + 2 * keys, sizes.width), device)
+        self.out = random_weight((sizes.width, queries), device)
+        self.gate_up = random_weight((2 * sizes.mlp, sizes.width), device)
+        self.down = random_weight((sizes.width, sizes.mlp), device)
+        self.attention_norm = nn.Parameter(torch.ones(sizes.width, device=device, dtype=torch.bfloat16))
+        self.mlp_norm = nn.Parameter(torch.ones(sizes.width, device=device, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Callable[..., Any]) -> Any:
         """The outputs of tokens [..., width]. rope: cosines and sines of their positions, [..., 1, head_dim / 2]."""
@@ -111,11 +114,11 @@ def repeated_way(tree: PrefixTree, way: Way) -> Way:
     whole = len(set(lengths)) == 1
     index = (torch.stack(indices) if whole else torch.cat(indices)).to(way.x.device)
     ends = torch.tensor([0, *lengths]).cumsum(0).int().to(way.x.device)
-    packed = {} if whole else {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    return Way(
-        way.x[index], way.target[index], torch.ones_like(way.counts[index]),
-        (way.rope[0][index], way.rope[1][index]), lambda q, k, v: flash_attention(q, k, v, causal=True, **packed),
-    )  # fmt: skip
+    bounds = None if whole else ends
+    attend = partial(flash_attention, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    cosines, sines = way.rope
+    counts = torch.ones_like(way.counts[index])
+    return Way(way.x[index], way.target[index], counts, (cosines[index], sines[index]), attend)
 
 
 def step(block: Block, way: Way) -> tuple[torch.Tensor, ...]:
