@@ -90,6 +90,17 @@ class Cut(NamedTuple):
     subtile_entries: Any
 
 
+class ItemRange(NamedTuple):
+    """The segments [begin, end) of a tile that an item takes. The tile has `segments` of them, and its items, the first
+    of which is `tile_item`, have `step` each."""
+
+    tile_item: Any
+    begin: Any
+    end: Any
+    segments: Any
+    step: Any
+
+
 class Split(NamedTuple):
     """The part of a tile that an item computes. Its fields are those of `Item`."""
 
@@ -232,6 +243,28 @@ def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
     return tile
 
 
+@triton.jit
+def _range_of(item, tile, starts, skipped, cut, layout, SIZES: tl.constexpr):
+    """Returns the `ItemRange` of an item. `starts` points to the first items of the pass's tiles, which are counted
+    without the `skipped` items of the pass before."""
+    tile_item = tl.load(starts + tile) + skipped
+    segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
+    step = step_of(segments, cut.share, cut.block_segments)
+    begin = (item - tile_item) * step
+    return ItemRange(tile_item, begin, tl.minimum(begin + step, segments), segments, step)
+
+
+@triton.jit
+def _store_num_items(tall, low, counts, status, limits):
+    """Returns the number of items of both passes, at most the limit. The first CTA stores it, and flags what exceeds
+    the limit."""
+    num_items = tl.minimum(tall.num_items + low.num_items, limits.items)
+    if tl.program_id(0) == 0:
+        tl.store(counts.num_items, num_items)
+        flag(status, tl.where(tall.num_items + low.num_items > limits.items, MANY_ITEMS, 0))
+    return num_items
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def items_kernel(
     tables,
@@ -252,10 +285,7 @@ def items_kernel(
     counts = counts_of(status)
     num_entries = tl.load(counts.num_entries)
     tall, low = _load_cut(choice, candidate * 2), _load_cut(choice, candidate * 2 + 1)
-    num_items = tl.minimum(tall.num_items + low.num_items, limits.items)
-    if tl.program_id(0) == 0:
-        tl.store(counts.num_items, num_items)
-        flag(status, tl.where(tall.num_items + low.num_items > limits.items, MANY_ITEMS, 0))
+    num_items = _store_num_items(tall, low, counts, status, limits)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         bounds = Bounds(num_rows, num_columns, limits.max_query_len)
         summarize(candidate, tables, bounds, window, choice.passes, layout.totals, work.summary, SIZES)
@@ -270,16 +300,13 @@ def items_kernel(
         rows, its_nodes = tl.minimum(cut.height, num_entries - entry), first_node(cut.stage, entry, SIZES.tokens)
         i = tl.arange(0, ENTRIES)
         token = tl.load(entries.token + entry + i, mask=i < rows, other=0)
-        tile_item = tl.load(starts + tile) + skipped
-        segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
-        step = step_of(segments, cut.share, cut.block_segments)
-        begin = (item - tile_item) * step
-        end = tl.minimum(begin + step, segments)
-        split = _split_of(node_arrays(layout.nodes + its_nodes, SIZES.tokens), rows, begin, end, cut, SIZES)
+        taken = _range_of(item, tile, starts, skipped, cut, layout, SIZES)
+        nodes = node_arrays(layout.nodes + its_nodes, SIZES.tokens)
+        split = _split_of(nodes, rows, taken.begin, taken.end, cut, SIZES)
         holds = (split.low <= i) & (i < split.high)
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
-        if (nth == 1) & (num_splits_of(segments, step) == 1) & (cut.tile_index == 0):
+        if (nth == 1) & (num_splits_of(taken.segments, taken.step) == 1) & (cut.tile_index == 0):
             merges = _merges(entry, split, token, tall, num_entries, layout, of_token, SIZES)
         bucket = cut.tile_index + merges * SIZES.heights
         _store_item(
@@ -287,9 +314,9 @@ def items_kernel(
             Item(
                 pass_number=candidate * 2 + nth,
                 entry=entry,
-                tile_item=tile_item,
-                begin=begin,
-                end=end,
+                tile_item=taken.tile_item,
+                begin=taken.begin,
+                end=taken.end,
                 low=split.low,
                 high=split.high,
                 full=split.full,

@@ -20,16 +20,12 @@ from trunkattn.gpu.hopper.arguments import LAYER
 from trunkattn.gpu.hopper.common import (
     SWIZZLED,
     WARPGROUP_ROWS,
-    pdl_trigger,
-    pdl_wait,
-    prefetch_to_l2,
     reinterpret,
-    scheduled_task,
     without_padding,
     write_partials,
 )
 from trunkattn.gpu.hopper.decode_arguments import OF_LAYER, UNSPECIALIZED, Share, decode_arguments, kv_source, shape_of
-from trunkattn.gpu.hopper.decode_items import Tasks, blocks_of, gather_items, load_items, segment_of, widen_items
+from trunkattn.gpu.hopper.decode_items import blocks_of, gather_items, load_items, segment_of, widen_items
 from trunkattn.gpu.hopper.online_softmax import (
     attend_block,
     attend_first_block,
@@ -44,14 +40,14 @@ from trunkattn.gpu.hopper.pipeline import (
     make_pipeline,
 )
 from trunkattn.gpu.hopper.segments import BlockMask, mask_gathered, mask_rows
+from trunkattn.gpu.hopper.tasks import begin_launch, end_launch, prefetch_plan, task_of, tasks_of
 from trunkattn.gpu.hopper.widen import allocate_staging, allocate_words, as_float16
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Pdl, Tensors
-from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START
+from trunkattn.planner.work_list import DIRECT, QUERY_END, QUERY_START
 
 _LOADED, _WIDENED, _GATHERED = (gl.constexpr(int(source)) for source in spec.Source)
 _DIRECT = gl.constexpr(DIRECT)
-_ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 
 
@@ -132,7 +128,7 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
     query = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores)) // C.group_size
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        task = task_of(tasks, turn, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         if blocks.count > 0:  # an item that the device planner had no room for has no segments
             first_query, end_query = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
@@ -174,6 +170,20 @@ def _consume(tasks, tiles, layer, window, q_tile, kv, C: gl.constexpr, T: gl.con
             _epilogue(parts[0], lse, rows, q_tile, layer, task.kv_head, C, T)
 
 
+@gluon.jit
+def _allocate_memory(k_desc, v_desc, dtype: gl.constexpr, C: gl.constexpr, T: gl.constexpr):
+    """Allocates the memory of the queries, and the pipelines of keys and of values, all stages of which are empty."""
+    Q: gl.constexpr = (WARPGROUP_ROWS, T.head_dim)
+    if C.source == _LOADED:
+        k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
+        q_tile = gl.allocate_shared_memory(dtype, Q, SWIZZLED)
+        return q_tile, KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
+    else:
+        ARRIVALS: gl.constexpr = 32 * T.num_producer_warps if C.kv_bytes == 2 else 1  # each thread reports its copies
+        kv = KvPipelines(allocate_words(dtype, ARRIVALS, T), allocate_words(dtype, ARRIVALS, T))
+        return gl.allocate_shared_memory(dtype, Q, SWIZZLED), kv
+
+
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def hopper_decode_kernel(
     layer,
@@ -192,30 +202,15 @@ def hopper_decode_kernel(
     """Computes the items of buckets first_bucket to last_bucket, which merge nothing. Each `*_size` is the number of
     elements of an array. Several launches share the items: they have `total_ctas` CTAs, and this one begins with
     `first_cta`."""
-    if not work.pdl.wait:  # it needs nothing from the launch ahead, but must not overlap it
-        pdl_wait()
-    if work.pdl.trigger:
-        pdl_trigger()
+    begin_launch(work.pdl)
     tiles = work.tiles
     cta = gl.program_id(0) + first_cta
-    prefetch_to_l2(tiles.items, items_size, cta, 64)
-    prefetch_to_l2(tiles.segments, segments_size, cta, 512)
-    prefetch_to_l2(tiles.queries, queries_size, cta, 64)
-    prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
+    prefetch_plan(tiles, items_size, queries_size, segments_size, cta)
     T: gl.constexpr = C.tile
     # 8-bit numbers become float16 with fewer instructions than bfloat16
     dtype: gl.constexpr = gl.float16 if C.kv_bytes == 1 else layer.q.dtype.element_ty
-    if C.source == _LOADED:
-        k_boxes, v_boxes = allocate_boxes(k_desc, T), allocate_boxes(v_desc, T)
-    else:
-        ARRIVALS: gl.constexpr = 32 * T.num_producer_warps if C.kv_bytes == 2 else 1  # each thread reports its copies
-        kv = KvPipelines(allocate_words(dtype, ARRIVALS, T), allocate_words(dtype, ARRIVALS, T))
-    q_tile = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, T.head_dim], SWIZZLED)
-    if C.source == _LOADED:
-        kv = KvPipelines(make_pipeline(k_boxes, T), make_pipeline(v_boxes, T))
-    first_item = gl.load(work.counts + first_bucket)
-    num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_kv_heads
-    tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, total_ctas)
+    q_tile, kv = _allocate_memory(k_desc, v_desc, dtype, C, T)
+    tasks = tasks_of(work, first_bucket, last_bucket, cta, total_ctas, C.num_kv_heads)
     if C.source == _GATHERED:
         gl.warp_specialize(
             [
@@ -245,8 +240,7 @@ def hopper_decode_kernel(
             [1, 1],
             [C.producer_registers, C.producer_registers],
         )
-    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch also waits for those ahead
-        pdl_wait()
+    end_launch(work.pdl)
 
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:

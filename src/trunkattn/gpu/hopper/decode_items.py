@@ -6,20 +6,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trunkattn.gpu.hopper.common import scheduled_task
 from trunkattn.gpu.hopper.gather import HeadWords, copy_rows, load_rows, locate_rows
 from trunkattn.gpu.hopper.pipeline import BAR_K_EMPTY, BAR_V_EMPTY, load_block
 from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_START, ITEM_SHARED_END, locate_boxes
+from trunkattn.gpu.hopper.tasks import task_of
 from trunkattn.gpu.hopper.widen import IS_SAME, read_staged, stage, store_words
-
-
-class Tasks(NamedTuple):
-    """Tasks of a CTA. `items` points to the first item."""
-
-    items: Any
-    num_tasks: Any
-    cta: Any
-    num_ctas: Any
 
 
 class Blocks(NamedTuple):
@@ -61,7 +52,7 @@ def load_items(tasks, segments, desc, pipeline, BAR_EMPTY: gl.constexpr, C: gl.c
     """Runs the producer warp of keys or of values."""
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        task = task_of(tasks, turn, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         boxes = locate_boxes(segments, segment_of(blocks, 0, C, T), blocks.end, C, T.block_n)
         for nth in range(blocks.count):
@@ -79,7 +70,7 @@ def widen_items(tasks, segments, k_desc, v_desc, staging, kv, C: gl.constexpr, T
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [32 // ACROSS, ACROSS], [T.num_producer_warps, 1], [1, 0])
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        task = task_of(tasks, turn, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         for nth in gl.static_range(2):
             if nth < blocks.count:
@@ -110,7 +101,7 @@ def gather_items(tasks, segments, k_cache, v_cache, layer, kv, C: gl.constexpr, 
     ROWS: gl.constexpr = min(T.block_n, 2 * 32 * WARPS // ACROSS)  # a thread has 32 bytes of them
     index = 0
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_kv_heads)
+        task = task_of(tasks, turn, C.num_kv_heads)
         blocks = blocks_of(task.item, tasks, C, T)
         head = task.kv_head.to(gl.int64)
         k_words = k_cache + head * (layer.k_head_stride // PER_WORD)

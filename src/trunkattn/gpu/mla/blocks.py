@@ -19,9 +19,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
-from trunkattn.gpu.hopper.common import SWIZZLED, opaque, reinterpret, scheduled_task
-from trunkattn.gpu.hopper.pipeline import tma_load
+from trunkattn.gpu.hopper.common import SWIZZLED, opaque, reinterpret
+from trunkattn.gpu.hopper.pipeline import Boxes, tma_load
 from trunkattn.gpu.hopper.segments import ITEM_SEGMENT_END, ITEM_SEGMENT_START, ITEM_SHARED_END
+from trunkattn.gpu.hopper.tasks import task_of
 from trunkattn.planner.work_list import SEGMENT_COLUMNS, SEGMENT_POSITION, SEGMENT_QUERIES
 
 LATENT_DIM, ROPE_DIM = gl.constexpr(512), gl.constexpr(64)
@@ -53,15 +54,6 @@ class Buffers(NamedTuple):
     rope: Any
     full: Any
     landed: Any
-
-
-class Tasks(NamedTuple):
-    """Tasks of a CTA. `items` points to the first item."""
-
-    items: Any
-    num_tasks: Any
-    cta: Any
-    num_ctas: Any
 
 
 class Blocks(NamedTuple):
@@ -113,12 +105,6 @@ def blocks_of(item, C: gl.constexpr):
     end = gl.load(item + ITEM_SEGMENT_END)
     count = (end - start + BLOCK_SEGMENTS - 1) // BLOCK_SEGMENTS
     return Blocks(start, end, count, (shared_end - start) // BLOCK_SEGMENTS)
-
-
-@gluon.jit
-def task_of(tasks, turn, C: gl.constexpr):
-    """Returns the task at a turn: an item, and a group of query heads where other kernels have a KV head."""
-    return scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, C.num_head_groups)
 
 
 @gluon.jit
@@ -210,18 +196,11 @@ def queries_arrive(C: gl.constexpr):
     barrier_arrive(_BAR_QUERIES, 2 * _CONSUMER_THREADS + C.producer_threads)
 
 
-class Boxes(NamedTuple):
-    """TMA boxes of a block, one for each segment. Both fields are tuples: the page of each box, and the token of that
-    page at which the box begins."""
-
-    page: Any
-    token: Any
-
-
 @gluon.jit
 def locate(segments, at, end, C: gl.constexpr):
-    """Returns the boxes of a block that begins with segment `at`. A box with fewer tokens than it has room for ends
-    with the last of them. What lies before the tokens is finite, or TMA sets it to 0; what lies behind may be NaN."""
+    """Returns the boxes of a block that begins with segment `at`, one for each segment. A box with
+    fewer tokens than it has room for ends with the last of them. What lies before the tokens is finite, or TMA sets it
+    to 0; what lies behind may be NaN."""
     page: gl.tuple = ()
     token: gl.tuple = ()
     for i in gl.static_range(C.block_rows // C.segment_size):
@@ -284,7 +263,7 @@ def load_items(tasks, segments, desc, buffers, BLOCK: gl.constexpr, C: gl.conste
     BLOCK_SEGMENTS: gl.constexpr = C.block_rows // C.segment_size
     uses, is_first = 0, True
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = task_of(tasks, turn, C)
+        task = task_of(tasks, turn, C.num_head_groups)
         blocks = blocks_of(task.item, C)
         boxes = locate(segments, blocks.first + BLOCK * BLOCK_SEGMENTS, blocks.end, C)
         if is_first & (blocks.count > 0):

@@ -22,13 +22,11 @@ from trunkattn.gpu.hopper.common import (
     NEG_INF,
     SWIZZLED,
     WARPGROUP_ROWS,
-    pdl_trigger,
-    pdl_wait,
-    prefetch_to_l2,
     reinterpret,
 )
 from trunkattn.gpu.hopper.online_softmax import copy_layout
 from trunkattn.gpu.hopper.segments import row_tiles_of
+from trunkattn.gpu.hopper.tasks import begin_launch, end_launch, prefetch_plan, task_of, tasks_of
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.mla.blocks import (
@@ -38,11 +36,9 @@ from trunkattn.gpu.mla.blocks import (
     RIGHT,
     ROPE_DIM,
     RowMask,
-    Tasks,
     allocate_buffers,
     blocks_of,
     load_items,
-    task_of,
 )
 from trunkattn.gpu.mla.pairs import (
     Item,
@@ -56,9 +52,8 @@ from trunkattn.gpu.mla.pairs import (
 from trunkattn.gpu.mla.rows import FEW_THREADS_A_ROW, epilogue, load_queries, rows_of
 from trunkattn.gpu.mla.spec import BLOCK_ROWS, NARROW_BLOCK_ROWS
 from trunkattn.gpu.mla.widen import narrow_descriptor, widen_pairs
-from trunkattn.planner.work_list import ITEM_COLUMNS, QUERY_END, QUERY_START
+from trunkattn.planner.work_list import QUERY_END, QUERY_START
 
-_ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 _QUERY_START, _QUERY_END = gl.constexpr(QUERY_START), gl.constexpr(QUERY_END)
 REGISTERS: Final = 168  # of a thread at launch: there are twelve warps, or ten that Triton rounds up
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -177,7 +172,7 @@ def _consume(tasks, tiles, layer, window, shared, buffers, WHICH: gl.constexpr, 
     ACC: gl.constexpr = C.acc
     uses, num_items = 0, 0  # pairs, or own blocks, that were computed before
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = task_of(tasks, turn, C)
+        task = task_of(tasks, turn, C.num_head_groups)
         blocks = blocks_of(task.item, C)
         if blocks.count > 0:  # an item that the device planner had no room for has no segments
             first, end = gl.load(task.item + _QUERY_START), gl.load(task.item + _QUERY_END)
@@ -235,6 +230,31 @@ class LatentArguments(NamedTuple):
 UNSPECIALIZED: Final = LatentArguments._fields[3:-1]
 
 
+@gluon.jit
+def _allocate_shared(dtype: gl.constexpr, C: gl.constexpr):
+    """Allocates the shared memory of the consumer warpgroups."""
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_rope = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, ROPE_DIM], SWIZZLED)
+    if C.widened:
+        BOTH: gl.constexpr = (2, WARPGROUP_ROWS, C.block_rows)
+        probabilities = reinterpret(q_rope, dtype, BOTH, _P_SWIZZLED)
+        p_left, p_right = probabilities.index(0), probabilities.index(1)
+    else:
+        P: gl.constexpr = (WARPGROUP_ROWS, C.block_rows)
+        p_left = gl.allocate_shared_memory(dtype, P, SWIZZLED)
+        p_right = q_rope
+    return Shared(
+        q=gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
+        q_rope=q_rope,
+        p_left=p_left,
+        p_right=p_right,
+        max_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        max_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        sum_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+        sum_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
+    )
+
+
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def latent_decode_kernel(
     layer,
@@ -249,41 +269,14 @@ def latent_decode_kernel(
 ):
     """Computes the items of buckets first_bucket to last_bucket, which merge nothing. Each `*_size` is the number of
     elements of an array."""
-    if not work.pdl.wait:
-        pdl_wait()
-    if work.pdl.trigger:
-        pdl_trigger()
+    begin_launch(work.pdl)
     tiles = work.tiles
     cta = gl.program_id(0)
-    prefetch_to_l2(tiles.items, items_size, cta, 64)
-    prefetch_to_l2(tiles.segments, segments_size, cta, 512)
-    prefetch_to_l2(tiles.queries, queries_size, cta, 64)
-    prefetch_to_l2(tiles.partial_slots, queries_size, cta, 64)
+    prefetch_plan(tiles, items_size, queries_size, segments_size, cta)
     dtype: gl.constexpr = gl.float16 if C.widened else layer.out.dtype.element_ty
     buffers = allocate_buffers(desc, dtype, C)
-    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_rope = gl.allocate_shared_memory(dtype, [WARPGROUP_ROWS, ROPE_DIM], SWIZZLED)
-    if C.widened:
-        BOTH: gl.constexpr = (2, WARPGROUP_ROWS, C.block_rows)
-        probabilities = reinterpret(q_rope, dtype, BOTH, _P_SWIZZLED)
-        p_left, p_right = probabilities.index(0), probabilities.index(1)
-    else:
-        P: gl.constexpr = (WARPGROUP_ROWS, C.block_rows)
-        p_left = gl.allocate_shared_memory(dtype, P, SWIZZLED)
-        p_right = q_rope
-    shared = Shared(
-        q=gl.allocate_shared_memory(dtype, [2, WARPGROUP_ROWS, HALF_DIM], SWIZZLED),
-        q_rope=q_rope,
-        p_left=p_left,
-        p_right=p_right,
-        max_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        max_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        sum_left=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-        sum_right=gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS], ROW),
-    )
-    first_item = gl.load(work.counts + first_bucket)
-    num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * C.num_head_groups
-    tasks = Tasks(tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, gl.num_programs(0))
+    shared = _allocate_shared(dtype, C)
+    tasks = tasks_of(work, first_bucket, last_bucket, cta, gl.num_programs(0), C.num_head_groups)
     if not C.widened:
         gl.warp_specialize(
             [
@@ -305,8 +298,7 @@ def latent_decode_kernel(
             [4, 4],
             [_REGISTERS_BESIDE_WIDENERS, _WIDENER_REGISTERS],
         )
-    if work.pdl.wait & (gl.program_id(0) == 0):  # what waits for this launch waits for those ahead of it
-        pdl_wait()
+    end_launch(work.pdl)
 
 
 def tma_descriptor(cache: torch.Tensor, segment_size: int) -> TensorDescriptor:

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trunkattn.gpu.hopper.common import reinterpret
 from trunkattn.gpu.hopper.pipeline import warps_sync
+from trunkattn.gpu.hopper.tasks import task_of
 from trunkattn.gpu.hopper.widen import IS_E4M3, SWIZZLED_WORDS, widen
 from trunkattn.gpu.mla.blocks import (
     FIRST,
@@ -31,7 +32,6 @@ from trunkattn.gpu.mla.blocks import (
     queries_sync,
     stage_of,
     stage_wait,
-    task_of,
 )
 from trunkattn.gpu.mla.spec import NARROW_BLOCK_ROWS
 
@@ -120,7 +120,7 @@ def widen_pairs(tasks, segments, desc, buffers, C: gl.constexpr):
     words = _words_of(buffers, C)
     uses, is_first = 0, True
     for turn in range(tasks.cta, tasks.num_tasks, tasks.num_ctas):
-        task = task_of(tasks, turn, C)
+        task = task_of(tasks, turn, C.num_head_groups)
         blocks = blocks_of(task.item, C)
         boxes = locate(segments, blocks.first, blocks.end, C)
         others = locate(segments, blocks.first + BLOCK_SEGMENTS, blocks.end, C)
