@@ -24,7 +24,8 @@ from trunkattn.gpu.hopper.spec import Source, source_of
 from trunkattn.gpu.layer import Geometry, Pdl
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.arguments import Features, Shape
-from trunkattn.gpu.portable.decode import Buckets, decode_kernel, decode_tile
+from trunkattn.gpu.portable.decode import decode_kernel
+from trunkattn.gpu.portable.decode_arguments import Buckets, decode_tile
 from trunkattn.gpu.portable.merge import merge_kernel, merge_shape
 from trunkattn.gpu.portable.prefill import prefill_kernel, tile_shape
 from trunkattn.gpu.portable.spec import merge_tile

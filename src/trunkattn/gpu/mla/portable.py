@@ -14,8 +14,9 @@ from trunkattn.gpu.bound import BoundLaunches, Grid
 from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.mla import spec
-from trunkattn.gpu.portable import arguments, decode
+from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.decode import load_item, load_segments
+from trunkattn.gpu.portable.decode_arguments import DecodeWork, decode_arguments, decode_tile
 from trunkattn.gpu.portable.online_softmax import add_values, empty_state, soft_capped, softmax_step
 from trunkattn.gpu.portable.tile_io import Rows, load_tile, store_rows
 from trunkattn.numerics import padded_head_dim
@@ -161,7 +162,7 @@ def _compute_item(
 @triton.jit
 def portable_latent_kernel(
     operands: LatentOperands,
-    work: decode.DecodeWork,
+    work: DecodeWork,
     modifiers: arguments.Modifiers,
     strides: LatentStrides,
     SHAPE: tl.constexpr,
@@ -194,7 +195,7 @@ def operands_of(t: Tensors) -> LatentOperands:
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """Binds the launch of the items of the launch's bucket, for layers like `t`."""
-    geometry, given = plan.geometry, decode.launch_arguments(plan, t, launch, options)
+    geometry, given = plan.geometry, decode_arguments(plan, t, launch, options)
     rope_dim = geometry.head_dim - geometry.head_dim_v
     assert t.q_rope is not None
     tile = plan.tiles[launch.buckets[0]]
@@ -215,7 +216,7 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
             padded_dim_v=padded_head_dim(geometry.head_dim_v),
             padded_rope=padded_head_dim(rope_dim),
         ),
-        "TILE": decode.decode_tile(tile, geometry.segment_size),
+        "TILE": decode_tile(tile, geometry.segment_size),
         "num_warps": tile.warps,
     }
 

@@ -18,6 +18,7 @@ from trunkattn.gpu.launch_order import Launch, LaunchOptions
 from trunkattn.gpu.layer import Tensors
 from trunkattn.gpu.portable import arguments
 from trunkattn.gpu.portable.arguments import Modifiers, Operands, Strides
+from trunkattn.gpu.portable.decode_arguments import DecodeWork, decode_arguments
 from trunkattn.gpu.portable.online_softmax import (
     Softmax,
     add_partial,
@@ -26,7 +27,6 @@ from trunkattn.gpu.portable.online_softmax import (
     soft_capped,
     softmax_step,
 )
-from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.gpu.portable.tile_io import (
     HeadCache,
     Rows,
@@ -36,7 +36,6 @@ from trunkattn.gpu.portable.tile_io import (
     load_queries,
     store_rows,
 )
-from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner import work_list
 
 _ITEM_COLUMNS = tl.constexpr(work_list.ITEM_COLUMNS)
@@ -45,42 +44,6 @@ _SEGMENT_END = tl.constexpr(work_list.SEGMENT_END)
 _QUERY_START, _QUERY_END = tl.constexpr(work_list.QUERY_START), tl.constexpr(work_list.QUERY_END)
 _PLACE, _QUERIES = tl.constexpr(work_list.SEGMENT_PLACE), tl.constexpr(work_list.SEGMENT_QUERIES)
 _POSITION, _SEGMENT_COLUMNS = tl.constexpr(work_list.SEGMENT_POSITION), tl.constexpr(work_list.SEGMENT_COLUMNS)
-
-
-class DecodeWork(NamedTuple):
-    """The arrays of a `TileList` on the device, and the position of each query token in its sequence. `merge_slots`
-    holds for each of an item's queries the partial slots [first, last) that it merges."""
-
-    items: Any
-    counts: Any
-    segments: Any
-    queries: Any
-    partial_slots: Any
-    merge_slots: Any
-    positions: Any
-
-
-class DecodeTile(NamedTuple):
-    """Constants of a tile of `block_m` rows and `block_n` keys. A subtile's block has `private_n` keys, a full segment
-    has `segment_size` tokens, and `stages` blocks are in flight."""
-
-    block_m: int
-    block_n: int
-    segment_size: int
-    subtiles: int
-    private_n: int
-    stages: int
-
-
-class Buckets(NamedTuple):
-    """Constants of a launch, which computes the items of bucket `first`, and of bucket `second` unless that is
-    negative. `merge` says that the items merge partials. CTA i begins with task i * `stride`, as `spread_stride`
-    explains."""
-
-    first: int
-    second: int
-    merge: bool
-    stride: int = 1
 
 
 class Item(NamedTuple):
@@ -365,49 +328,6 @@ def decode_kernel(
 
 def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> BoundLaunches:
     """Returns the launch of the items of the launch's buckets, for layers like `t`."""
-    given = launch_arguments(plan, t, launch, options)
+    given = decode_arguments(plan, t, launch, options)
     grids, of_layer = [Grid(launch.num_ctas, given)], arguments.of_layer(plan.geometry)
     return BoundLaunches(decode_kernel, grids, arguments.LAYER, of_layer)
-
-
-def launch_arguments(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> dict[str, Any]:
-    """Returns the arguments of `decode_kernel`, and how it is compiled and launched."""
-    arrays, geometry, heights = plan.arrays, plan.geometry, len(plan.tiles)
-    tile = plan.tiles[launch.buckets[0] % heights]
-    return {
-        "operands": arguments.operands(t),
-        "work": DecodeWork(
-            items=arrays["items"],
-            counts=arrays[launch.counts],
-            segments=arrays["segments"],
-            queries=arrays["queries"],
-            partial_slots=arrays["partial_slots"],
-            merge_slots=arrays["merge_slots"],
-            positions=arrays["positions"],
-        ),
-        "modifiers": arguments.modifiers(t, geometry),
-        "strides": arguments.strides(t),
-        "SHAPE": arguments.shape(geometry),
-        "TILE": decode_tile(tile, geometry.segment_size),
-        "FEATURES": arguments.features(geometry, t.q.dtype, options.return_lse),
-        "BUCKETS": Buckets(
-            first=launch.buckets[0],
-            second=launch.buckets[1] if len(launch.buckets) > 1 else -1,
-            merge=launch.buckets[-1] >= heights,
-            stride=spread_stride(launch.num_ctas) if launch.spread else 1,
-        ),
-        "num_warps": tile.warps,
-        **arguments.pdl(options),
-    }
-
-
-def decode_tile(tile: GpuTile, segment_size: int) -> DecodeTile:
-    """Returns the constants of a tile of the table."""
-    return DecodeTile(
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        segment_size=segment_size,
-        subtiles=tile.subtiles,
-        private_n=tile.private_n,
-        stages=tile.stages,
-    )

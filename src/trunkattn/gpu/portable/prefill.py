@@ -135,6 +135,20 @@ def key_blocks(item, position, used, window, TILE: tl.constexpr):
 
 
 @triton.jit
+def masked_block(blocks, number, TILE: tl.constexpr):
+    """Returns the first token of the masked block with this number."""
+    return blocks.start + (number + tl.where(number < blocks.leading, 0, blocks.full)) * TILE.block_n
+
+
+@triton.jit
+def sees(kv_token, inside, position, window):
+    """Returns which row sees which key, [M, N], of the keys that are `inside` of the item. `position` [M] is the place
+    of each row's query."""
+    seen = inside[None, :] & (kv_token[None, :] <= position[:, None])
+    return seen & (kv_token[None, :] > position[:, None] - window)
+
+
+@triton.jit
 def attend(state, q_tile, keys, values, seen, scale, soft_cap, MASK: tl.constexpr, FEATURES: tl.constexpr):
     """Adds a block of keys to the state. Under MASK it adds only those that are `seen`. It finds the largest logit
     before scaling, and the scale may have either sign."""
@@ -195,17 +209,15 @@ def prefill_item(
         page = load_pages(page_row, first + BLOCK_N, n, SHAPE, TILE)
     page = load_pages(page_row, tl.where(blocks.leading > 0, blocks.start, end), n, SHAPE, TILE)
     for block in tl.range(0, blocks.count - blocks.full, num_stages=TILE.stages):
-        first = blocks.start + (block + tl.where(block < blocks.leading, 0, blocks.full)) * BLOCK_N
+        first = masked_block(blocks, block, TILE)
         of_page, offset = page.to(tl.int64), offset_in_page(first, n, SHAPE, TILE)
         kv_token = first + n
         inside = (kv_token >= item.kv_start) & (kv_token < item.kv_end)
         keys, values = load_masked_block(cache, of_page, offset, inside, q_tile, SHAPE)
-        seen = inside[None, :] & (kv_token[None, :] <= position[:, None])
-        seen = seen & (kv_token[None, :] > position[:, None] - modifiers.window)
+        seen = sees(kv_token, inside, position, modifiers.window)
         keys, values = keys.to(q_tile.dtype), values.to(q_tile.dtype)
         state = attend(state, q_tile, keys, values, seen, scale, modifiers.soft_cap, True, FEATURES)
-        following = blocks.start + (block + 1 + tl.where(block + 1 < blocks.leading, 0, blocks.full)) * BLOCK_N
-        page = load_pages(page_row, following, n, SHAPE, TILE)
+        page = load_pages(page_row, masked_block(blocks, block + 1, TILE), n, SHAPE, TILE)
     partial_slot = tl.load(work.partial_slots + entry, mask=used, other=0)
     v_scale = modifiers.v_scale + kv_head
     store_rows(state, rows, partial_slot, operands, strides, v_scale, modifiers.sinks, SHAPE, FEATURES)
