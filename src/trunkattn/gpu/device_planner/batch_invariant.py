@@ -215,6 +215,33 @@ def spans_kernel(
         _summarize(tables, Bounds(num_rows, num_columns, limits.max_query_len), window, summary, SIZES)
 
 
+@triton.jit
+def _store_counts(total, queries, status, plan, limits, PER_ITEM: tl.constexpr):
+    """Stores how many items the plan has: `total`, or as many as there is room for. Flags what there is no room for.
+    An item has PER_ITEM segments."""
+    most = tl.minimum(limits.items, limits.segments // PER_ITEM)
+    flag(status, tl.where(total > limits.items, MANY_ITEMS, 0))
+    flag(status, tl.where(total > limits.segments // PER_ITEM, MANY_SEGMENTS, 0))
+    flag(status, tl.where(queries > limits.queries, MANY_QUERIES, 0))
+    tl.store(plan.counts, 0)
+    tl.store(plan.counts + 1, tl.minimum(total, most))
+    tl.store(plan.counts + 2, tl.minimum(total, most))
+
+
+@triton.jit
+def _list_queries(at, place, scan, span, entries, num_entries, window, spans, plan, limits):
+    """Lists the entries `at` that see a span at their places, each with its partial slot; nothing is merged."""
+    used = at < num_entries
+    position = tl.load(entries.position + at, mask=used, other=0)
+    listed = scan.sees & (place < limits.queries)
+    slot = tl.load(spans.first_slot + at, mask=used, other=0) + span - _first_span(position, window)
+    slot = tl.where(_num_partials(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
+    tl.store(plan.queries + place, tl.load(entries.token + at, mask=used, other=0), mask=listed)
+    tl.store(plan.partial_slots + place, slot, mask=listed)
+    tl.store(plan.merge_slots + 2 * place, 0, mask=listed)
+    tl.store(plan.merge_slots + 2 * place + 1, 0, mask=listed)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
     """Writes the items of each span and their query tokens, with one CTA for each span."""
@@ -233,30 +260,16 @@ def span_items_kernel(num_spans, window, entries, status, spans, plan, limits, S
     query = tl.sum(tl.where(is_before, num_queries, 0), 0)
     if span == 0:
         total, queries = tl.sum(num_ending + num_others, 0), tl.sum(num_queries, 0)
-        most = tl.minimum(limits.items, limits.segments // PER_ITEM)
-        flag(status, tl.where(total > limits.items, MANY_ITEMS, 0))
-        flag(status, tl.where(total > limits.segments // PER_ITEM, MANY_SEGMENTS, 0))
-        flag(status, tl.where(queries > limits.queries, MANY_QUERIES, 0))
-        tl.store(plan.counts, 0)
-        tl.store(plan.counts + 1, tl.minimum(total, most))
-        tl.store(plan.counts + 2, tl.minimum(total, most))
+        _store_counts(total, queries, status, plan, limits, PER_ITEM)
     run = 0
     for begin in range(0, num_entries, SIZES.block):
         at = begin + tl.arange(0, SIZES.block)
-        used = at < num_entries
         scan = _scan(at, run, entries, span, num_entries, window, SIZES)
         is_ending = (scan.is_last & scan.ends).to(tl.int32)
         is_other = (scan.is_last & (scan.ends == 0)).to(tl.int32)
         sees = scan.sees.to(tl.int32)
         place = query + tl.cumsum(sees, 0) - 1
-        position = tl.load(entries.position + at, mask=used, other=0)
-        listed = scan.sees & (place < limits.queries)
-        slot = tl.load(spans.first_slot + at, mask=used, other=0) + span - _first_span(position, window)
-        slot = tl.where(_num_partials(position, window) > 1, tl.minimum(slot, limits.slots - 1), DIRECT)
-        tl.store(plan.queries + place, tl.load(entries.token + at, mask=used, other=0), mask=listed)
-        tl.store(plan.partial_slots + place, slot, mask=listed)
-        tl.store(plan.merge_slots + 2 * place, 0, mask=listed)
-        tl.store(plan.merge_slots + 2 * place + 1, 0, mask=listed)
+        _list_queries(at, place, scan, span, entries, num_entries, window, spans, plan, limits)
         item = tl.where(scan.ends, ending + tl.cumsum(is_ending, 0), other + tl.cumsum(is_other, 0)) - 1
         fits = (item < limits.items) & ((item + 1) * PER_ITEM <= limits.segments) & (place < limits.queries)
         fits = fits & scan.is_last

@@ -1,4 +1,4 @@
-"""Planning on the device, first half: the order of the requests in the prefix forest, and the entries of their tokens.
+"""Planning on the device, first step: the order of the requests in the prefix forest, and the entries of their tokens.
 
 Three launches give what `planner.prefix_forest` and `planner.tiles.layout.make_entries` give. A cumulative hash of
 each row's pages makes the number of columns that two rows share a search. A row's parent is the lowest row of those

@@ -1,4 +1,4 @@
-"""Planning on the device: the arrays of a plan, from its items (`planner.work_list.TileList`).
+"""Planning on the device, fifth step: the arrays of a plan, from its items (`planner.work_list.TileList`).
 
 One CTA an item counts what stands before it: segments and queries in the order of emission, items in the order of
 weight. Stores beyond an array are left out and flagged; an item whose segments or queries do not fit is empty.
