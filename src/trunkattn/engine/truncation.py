@@ -8,7 +8,7 @@ import torch
 from trunkattn.engine.sampling_params import SamplingParams
 
 MIN_CANDIDATES: Final = 256  # most likely tokens; few rows keep more
-ROWS_AT_ONCE: Final = 4  # of those that keep more, so that what is computed of them stays in a processor's cache
+ROWS_AT_ONCE: Final = 4  # of those that keep more, on a CPU: what is computed of them then stays in its cache
 # A float32 that is not negative has the order of its bits. Their upper half has the exponent and 7 bits of the
 # mantissa, so that floats with equal ones are added in float64 without rounding, in any order.
 HALF: Final = 16
@@ -19,8 +19,8 @@ NO_SIGN: Final = (NUM_UPPER << HALF) - 1
 
 def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     """Sets all probabilities to zero but those of the top-k tokens, and of these keeps the fewest whose share of the
-    top-k mass reaches top_p. Rows that keep more than a few tokens are counted, not sorted, and change no bit of the
-    others.
+    top-k mass reaches top_p. On a CPU the tokens of a row that keeps more than a few are counted, not sorted. Such rows
+    change no bit of the others.
 
     Args:
         probs: [rows, vocab_size] float32, changed in place. Rows may hold NaN, and then keep any tokens.
@@ -28,17 +28,18 @@ def truncate(probs: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     """
     rows = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
     if rows:
-        rest = _among_few(probs, rows, [params[row] for row in rows])
+        rest = _sort(probs, rows, [params[row] for row in rows], min(MIN_CANDIDATES, probs.shape[1]))
+        if rest and probs.device.type != "cpu":  # a GPU sorts faster than it counts
+            rest = _sort(probs, rest, [params[row] for row in rest], probs.shape[1])
         for first in range(0, len(rest), ROWS_AT_ONCE):
             some = rest[first : first + ROWS_AT_ONCE]
-            probs[some] = _among_all(probs[some], [params[row] for row in some])
+            probs[some] = _count(probs[some], [params[row] for row in some])
 
 
-def _among_few(probs: torch.Tensor, rows: list[int], params: Sequence[SamplingParams]) -> list[int]:
-    """Truncates those of some rows that keep only tokens among the `MIN_CANDIDATES` most likely ones. Returns the
-    others."""
+def _sort(probs: torch.Tensor, rows: list[int], params: Sequence[SamplingParams], width: int) -> list[int]:
+    """Truncates those of some rows that keep only tokens among the `width` most likely ones, which it sorts. Returns
+    the others; there are none if these are all tokens."""
     vocab_size, device = probs.shape[1], probs.device
-    width = min(vocab_size, MIN_CANDIDATES)
     per_row = [[min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size] for p in params]
     top_k = torch.tensor(per_row, dtype=torch.int64, device=device)
     top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
@@ -57,8 +58,8 @@ def _among_few(probs: torch.Tensor, rows: list[int], params: Sequence[SamplingPa
     return places[~is_reached].tolist()
 
 
-def _among_all(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What `truncate` makes of any rows, which it changes."""
+def _count(probs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What `truncate` makes of any rows, which this changes."""
     limited = [row for row, p in enumerate(params) if 0 < p.top_k < probs.shape[1]]
     if limited:
         probs[limited] = _fewest(probs[limited], [params[row].top_k for row in limited], by_mass=False)
@@ -90,9 +91,10 @@ def _fewest(probs: torch.Tensor, least: Sequence[float], by_mass: bool) -> torch
     last = values.gather(1, lower_of_last)
     kept = probs.masked_fill(bits < last, 0.0)
     num_last = (rest / each.gather(1, lower_of_last)).ceil()  # kept tokens that are as likely as the last one
-    for row in (num_last < counts.gather(1, lower_of_last))[:, 0].nonzero()[:, 0].tolist():
-        equal = (bits[row] == last[row]).nonzero()[:, 0]
-        kept[row, equal[int(num_last[row]) :]] = 0.0
+    tied = (num_last < counts.gather(1, lower_of_last))[:, 0].nonzero()[:, 0]
+    if len(tied):
+        is_equal = bits[tied] == last[tied]
+        kept[tied] = kept[tied].masked_fill_(is_equal & (is_equal.cumsum(dim=-1) > num_last[tied].long()), 0.0)
     return kept
 
 
