@@ -71,7 +71,11 @@ BRANCHES = "write what is allowed with type, enum, const or anyOf"
             f"not at '#/properties/a~1b/items/1' cannot be compiled: {BRANCHES}",
         ),
         ({"items": {"if": {}, "then": {}}}, f"if at '#/items' and then at '#/items' cannot be compiled: {BRANCHES}"),
-        ({"anyOf": [{"oneOf": [{}, {}]}]}, f"oneOf at '#/anyOf/0' cannot be compiled: {BRANCHES}"),
+        (
+            {"anyOf": [{"oneOf": [{}, {}]}]},
+            f"oneOf at '#/anyOf/0' cannot be compiled where its branches overlap: {BRANCHES}",
+        ),
+        ({"oneOf": 5}, "expected a valid json; oneOf must be an array"),
         ({"items": {"uniqueItems": True}}, "uniqueItems at '#/items' cannot be compiled: leave it out"),
         (
             {"properties": {name: {"uniqueItems": True} for name in "abcd"}},
@@ -88,7 +92,15 @@ BRANCHES = "write what is allowed with type, enum, const or anyOf"
         ),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "not": {"const": 1}}, "not at '#' cannot be compiled"),
         ({"properties": {"a": {"id": "#x"}, "b": {"$ref": "#x"}}}, "expected a valid json; Anchor 'x' does not exist"),
-        ({"not": {}}, "expected a valid json; Unsatisfiable schema: "),
+        ({"not": {}}, "expected a valid json; no value follows it: "),
+        (
+            {"type": "integer", "minimum": 1.2, "maximum": 1.8},
+            "expected a valid json; no value follows it: integer interval [1.2, 1.8] contains no integer values",
+        ),
+        (
+            {"type": "string", "pattern": "^abc$", "maxLength": 2},
+            "expected a valid json; no value follows it: no text has such a pattern, format and length",
+        ),
     ],
 )
 def test_a_refusal_names_keyword_and_place_and_what_to_do(schema: Any, message: str) -> None:

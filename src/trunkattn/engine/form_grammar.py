@@ -1,9 +1,11 @@
 """The form of an answer as a grammar of llguidance, and the checks of it that need no model. No torch here."""
 
 import json
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from trunkattn.engine.form_limits import FormLimits, check_form, check_size
+from trunkattn.engine.form_ends import check_ends
+from trunkattn.engine.form_limits import FormLimits, check_form, check_size, schemas_within
 from trunkattn.engine.form_numbers import part_bounds
 from trunkattn.engine.form_schema import explain, rewrite
 from trunkattn.engine.sampling_params import StructuredOutputsParams
@@ -11,6 +13,7 @@ from trunkattn.names import install_command
 from trunkattn.validate import shown
 
 _LONGEST_REASON: Final = 300
+_IN_WORDS: Final = MappingProxyType({"NoExtensionBias": "there is a place in it that nothing can follow"})
 # If only one text can follow, llguidance forces the tokens that the tokenizer makes of it. A text that is the name of a
 # special token would become that token: an answer that must contain the name of end-of-sequence would end there.
 _EVERY_TOKEN: Final = '\n%llguidance {"no_forcing": true}'
@@ -46,6 +49,7 @@ class FormGrammar(NamedTuple):
         """The message that the form cannot be compiled."""
         if reason is not None and self.schema is not None:
             reason = explain(self.schema, reason)
+        reason = _IN_WORDS.get(reason or "", reason)
         return f"structured_outputs: {self.name}={shown(self.value)}: expected a valid {self.name}; {reason}"
 
 
@@ -67,6 +71,7 @@ def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
     if form.json is not None:
         rewrite(schema)
         part_bounds(schema)
+        check_ends(schema)
         return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}", schema)
     if form.json_object:
         return FormGrammar("json_object", True, 'start: %json {"type": "object"}')
@@ -75,6 +80,8 @@ def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
         return FormGrammar("regex", form.regex, rules["grammars"][0]["lark_grammar"])
     if form.choice is not None:  # one token of the grammar: llguidance limits the alternatives of a rule
         return FormGrammar("choice", form.choice, f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, form.choice))}")
+    for within in schemas_within(str(form.grammar)):
+        check_ends(within)
     return FormGrammar("grammar", form.grammar, str(form.grammar))
 
 
@@ -93,7 +100,8 @@ def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
 
 def reason_of(matcher: Any) -> str:
     """The error of a matcher in one short line, without the state that llguidance appends."""
-    return _short(matcher.get_error().partition("<state>")[0])
+    reason = _short(matcher.get_error().partition("<state>")[0])
+    return _IN_WORDS.get(reason, reason)
 
 
 def _short(reason: str) -> str:

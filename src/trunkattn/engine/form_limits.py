@@ -147,7 +147,7 @@ def _check_schema(schema: Any, limits: FormLimits) -> None:
     _at_most("json", properties, limits.max_properties, "properties")
     _at_most("json", enums, limits.max_enum_values, "values of enums")
     _at_most("json", sum(map(len, _texts(schema))), limits.max_characters, "characters")
-    _at_most("json", sum(map(_leads_away, _names(schema))), limits.max_chain, "references that are no paths within it")
+    _at_most("json", sum(map(leads_away, _names(schema))), limits.max_chain, "references that are no paths within it")
     _at_most("json", longest_chain(_references(schema)), limits.max_chain, "references in a row")
     check_numbers(schema)
 
@@ -192,17 +192,17 @@ def _references(schema: Any) -> dict[int, list[int]]:
     """The graph of references in a schema: its nodes are the whole schema and each part that a reference names, and its
     edges lead to the parts that references within a node name. A node is the `id` of a part, because a part may have
     several names."""
-    named = {name: _at(schema, name) for name in _names(schema)}
+    named = {name: part_at(schema, name) for name in _names(schema)}
     parts = {id(part): part for part in (schema, *named.values())}
     return {number: list({id(named[name]) for name in _names(part)}) for number, part in parts.items()}
 
 
-def _leads_away(reference: str) -> bool:
+def leads_away(reference: str) -> bool:
     """Whether a reference is an anchor or an address, and not a path within its schema."""
     return reference != "#" and not reference.startswith("#/")
 
 
-def _at(schema: Any, pointer: str) -> Any:
+def part_at(schema: Any, pointer: str) -> Any:
     """The part of a schema that a reference names; None if there is none."""
     for step in unquote(pointer).removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
@@ -224,7 +224,7 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
         for rule, end in zip(rules, ends, strict=True)
     }
     _at_most("grammar", longest_chain(graph), limits.max_chain, "rules that name one another in a row")
-    for schema in _schemas_within(grammar):
+    for schema in schemas_within(grammar):
         _check_schema(schema, limits)
         if part_bounds(schema):
             raise ValueError(
@@ -234,7 +234,7 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
             )
 
 
-def _schemas_within(grammar: str) -> Iterator[Any]:
+def schemas_within(grammar: str) -> Iterator[Any]:
     """The JSON schemas within a grammar. Whatever is not JSON is skipped: llguidance refuses it, or it is part of a
     quoted text."""
     for found in _JSON_RULE.finditer(grammar):

@@ -27,6 +27,7 @@ _EARLY: Final = re.compile(r"draft-0[34]")  # drafts without `const`, in which `
 _MOST_PLACES: Final = 3
 _LONGEST_KEY: Final = 64  # characters of a key in a place
 _FAILED: Final = re.compile(r"failed to compile JSON schema: (.*?)(?: while processing .*| \d+ \| .*|$)")
+_EMPTY_REGEX: Final = re.compile(r"Regex is empty: .*")
 _UNKNOWN: Final = re.compile(r"Unimplemented keys: (\[[^\]]*\])")
 _CONDITIONS: Final = ("not", "if", "then", "else", "oneOf", "dependencies", "dependentRequired", "dependentSchemas")
 _INSTEAD: Final = MappingProxyType(
@@ -166,11 +167,13 @@ def explain(schema: Any, reason: str) -> str:
     if failed is None:
         return reason
     unknown = _UNKNOWN.match(failed[1])
-    names = json.loads(unknown[1]) if unknown else ["oneOf"] if failed[1].startswith("oneOf") else []
+    names = json.loads(unknown[1]) if unknown else ["oneOf"] if failed[1].startswith("oneOf constraints") else []
     if not names:
-        return failed[1].replace("\\'", "'")
+        told = failed[1].replace("\\'", "'").replace("Unsatisfiable schema: ", "no value follows it: ")
+        return _EMPTY_REGEX.sub("no text has such a pattern, format and length", told)
     found = []
     for name in names:
         places = [str(path) for path, part in parts(schema) if name in part]
         found.append(f"{name} at {shown(', '.join(places[:_MOST_PLACES]))}{', …' * (len(places) > _MOST_PLACES)}")
-    return f"{' and '.join(found)} cannot be compiled: {_INSTEAD.get(names[0], 'leave it out')}"
+    where = "" if unknown else " where its branches overlap"
+    return f"{' and '.join(found)} cannot be compiled{where}: {_INSTEAD.get(names[0], 'leave it out')}"
