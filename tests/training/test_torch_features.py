@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from trunkattn import PrefixTree, flash_attention
@@ -206,9 +210,11 @@ def test_trees_are_packed_and_unpacked_in_a_whole_graph() -> None:
 
 def test_a_tree_is_made_within_what_is_compiled() -> None:
     """By Python, between two graphs."""
-    made = torch.compile(lambda values: PrefixTree.from_sequences([[1, 2], [1, 3]]).unpack(values), backend="eager")
-    first, second = made(torch.tensor([5, 6, 7]))
-    assert first.tolist() == [5, 6] and second.tolist() == [5, 7]
+    made = torch.compile(PrefixTree.from_sequences, backend="eager")
+    for sequences, tokens in (([[1, 2], [1, 3]], 3), ([[1, 2, 5, 6], [1, 3, 4], [2, 2]], 8)):
+        tree = made(sequences)
+        assert tree.num_tokens == tokens
+        assert [own.tolist() for own in tree.unpack(tree.tokens)] == sequences
 
 
 def test_autocast_applies_to_trees() -> None:
@@ -257,6 +263,20 @@ def test_a_tree_outlives_what_traces_it(use: Callable[..., Any], monkeypatch: py
     for _ in range(2):
         assert torch.equal(TreeLayer()(*given), expected)
     assert all(map(has_memory, SMALL.tables(torch.device("cpu"))))
+
+
+def test_a_tensor_of_several_processes_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q, k, v = (distribute_tensor(tensor.detach(), mesh, [Shard(1)]) for tensor in leaves("tree"))
+        with pytest.raises(
+            ValueError, match=r"k is a DTensor: expected a tensor of this process alone; use k.to_local"
+        ):
+            ATTENTION(q.to_local(), k, v, tree=SMALL)
+        assert ATTENTION(q.to_local(), k.to_local(), v.to_local(), tree=SMALL).shape == q.shape
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -91,6 +91,8 @@ def _check_tensor(name: str, value: Any) -> None:
     """Raises unless it is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
+    if type(value) is not torch.Tensor and hasattr(value, "to_local"):
+        raise ValueError(f"{name} is a DTensor: expected a tensor of this process alone; use {name}.to_local()")
     if value.layout != torch.strided or value.is_nested:  # asked first: a call takes longer, and an eager step has many
         check_dense(name, value)
 

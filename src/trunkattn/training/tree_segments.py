@@ -1,7 +1,7 @@
 """The segments of a prefix tree: checks, and the numbers of each from which the tables of kernels are made."""
 
 from itertools import chain
-from struct import pack
+from struct import Struct
 from typing import Any
 
 from trunkattn.training.sequences import table_length
@@ -35,7 +35,8 @@ def table_numbers(segments: Segments) -> bytearray:
         above = segment
     rows = chain.from_iterable(zip(bounds, bounds[1:], parents, levels, strict=False))
     aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
-    return bytearray(pack(f"{7 * count}i", *rows, *ends, *offsets[:-1], *aligned))
+    # not by struct.pack, which torch.compile traces without end for a second tree
+    return bytearray(Struct(f"{7 * count}i").pack(*rows, *ends, *offsets[:-1], *aligned))
 
 
 def check_segments(parents: list[Any], lengths: list[Any]) -> None:

@@ -164,6 +164,7 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("cu_seq_lens_k is None: expected both of", {"cu_seq_lens_q": torch.tensor([0, 10])}),
+    ("cu_seq_lens_q is a list: expected a torch.Tensor", {"cu_seq_lens_q": [0, 10], "cu_seq_lens_k": [0, 10]}),
     (
         "tree and cu_seq_lens_q are both given: expected one",
         {
@@ -180,7 +181,7 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_what_is_not_there_is_refused(message: str, options: dict[str, Any]) -> None:
     options = dict(options)
     q = Q[: options.pop("rows", 2)]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         attend(nn.Module(), q, q, q, **({"attention_mask": None} | options))
 
 

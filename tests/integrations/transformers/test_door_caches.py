@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from .door_cases import CHUNKS, IN_CHUNKS, KEPT, MODELS, SMALL, TOKENS, WINDOW, both  # noqa: E402
+from .door_cases import CHUNKS, IN_CHUNKS, KEPT, MODELS, PACKED, SMALL, TOKENS, WINDOW, both  # noqa: E402
 
 pytestmark = pytest.mark.slow
 STATIC = "the cache has room for keys behind the last query"
@@ -72,3 +72,10 @@ def test_padded_prompts_go_on_from_a_cache(name: str, compiled: bool) -> None:
     with torch.no_grad():
         forward = torch.compile(ours, backend="aot_eager", dynamic=True) if compiled else ours
         torch.testing.assert_close(logits(ours, forward), logits(theirs, theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_packed_sequences_beside_a_new_cache_are_refused() -> None:
+    """transformers then looks at no position ids, and makes a plain causal mask."""
+    _, model = both("Llama", SMALL)
+    with pytest.raises(ValueError, match=r"position_ids\[8\]=0: expected 8, .* or use_cache=False"):
+        model(input_ids=TOKENS[:1], position_ids=PACKED)

@@ -99,6 +99,8 @@ def test_the_five_arguments_are_the_tree() -> None:
         torch.testing.assert_close(out[0], expected)
     with pytest.raises(ValueError, match="tree_cu_seqlens_k is no tensor: expected tree_kv_index, tree_cu_seqlens_q"):
         tree_attention(torch.nn.Module(), q, k, v, None, **(arguments | {"tree_cu_seqlens_k": None}))
+    with pytest.raises(ValueError, match="tree and tree_kv_index are both given: expected one of them"):
+        tree_attention(torch.nn.Module(), q, k, v, None, **arguments, tree=TREE)
     with pytest.raises(ValueError, match="cu_seqlens_k begins with 1"):  # not those of the batch before
         tree_attention(torch.nn.Module(), q, k, v, None, **(arguments | {"tree_cu_seqlens_k": ends + 1}))
     index.zero_()

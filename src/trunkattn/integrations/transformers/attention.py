@@ -184,6 +184,9 @@ def _check_packing(
     if len(given) == 1:
         missing = "cu_seq_lens_k" if given == ["cu_seq_lens_q"] else "cu_seq_lens_q"
         raise ValueError(f"{missing} is None: expected both of cu_seq_lens_q and cu_seq_lens_k, or neither")
+    for name in given:
+        if not isinstance(options[name], torch.Tensor):
+            raise TypeError(f"{name} is a {type(options[name]).__name__}: expected a torch.Tensor of integers")
     shape = None if mask is None else tuple(mask.shape)
     if tree is not None and rows != 1:
         raise ValueError(f"tree is given with a batch of {rows} rows: expected one row, its packed tokens")
@@ -245,7 +248,10 @@ def check_positions(module: nn.Module, tree: PrefixTree | None, packed: bool, op
         reason = "the number of the token's ancestors; use tree.pack().position_ids"
         if tree is None:
             masks = f"masks of {type(module).__name__}"
-            reason = f"as {masks} hold no packed sequences; pass cu_seq_lens_q and cu_seq_lens_k for them"
+            reason = (
+                f"as {masks} hold no packed sequences; pass cu_seq_lens_q and cu_seq_lens_k for them, or "
+                "use_cache=False if there is a cache"
+            )
         raise ValueError(f"position_ids[{wrong[0]}]={found[wrong[0]]}: expected {expected[wrong[0]]}, {reason}")
     setattr(position_ids, _CHECKED, (tree, packed, version(position_ids)))
 

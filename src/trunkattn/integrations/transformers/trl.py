@@ -69,6 +69,8 @@ def tree_attention(
         raise ValueError(
             f"{missing[0]} is no tensor: expected {', '.join(names)}, as TRL's packing of trees makes them"
         )
+    if options.pop("tree", None) is not None:
+        raise ValueError(f"tree and {names[0]} are both given: expected one of them, so leave tree out")
     paths = [options.pop(name) for name in names]
     for name in ("tree_max_seqlen_q", "tree_max_seqlen_k"):
         options.pop(name, None)
