@@ -1,7 +1,9 @@
 """A GGUF file is read alone, and its rope scaling is taken over or refused: the file decides, nothing beside it."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trunkattn.engine import LLM, SamplingParams
+from trunkattn.engine.gguf_config import gguf_config
 from trunkattn.engine.gguf_header import read_header
+from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.model import inspect_model, load_tokenizer
 
 HIDDEN, INNER, VOCAB, HEAD_DIM, CONTEXT = 64, 128, 300, 16, 256
@@ -231,6 +235,98 @@ def test_a_name_that_a_file_has_twice_is_refused(tmp_path: Path, name: str, othe
     path.write_bytes(path.read_bytes().replace(other.encode(), name.encode()))
     with pytest.raises(ValueError, match=f"it has the (tensor|key) {name} twice; expected one value for each name"):
         inspect_model(path)
+
+
+def place(path: Path, name: str) -> tuple[bytearray, int]:
+    """The bytes of a file of `write_gguf`, and where those lie that say how many dimensions a tensor has."""
+    content = bytearray(path.read_bytes())
+    return content, content.index(name.encode()) + len(name)
+
+
+MOVED: dict[str, Callable[[int], int]] = {"onto another": lambda at: at - 8192, "aside": lambda at: at + 2}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_a_tensor_that_is_not_behind_the_one_before_it_is_refused(tmp_path: Path, how: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    content, at = place(path, "blk.1.attn_output.weight")
+    offset = struct.unpack_from("<Q", content, at + 24)[0]
+    struct.pack_into("<Q", content, at + 24, MOVED[how](offset))
+    path.write_bytes(content)
+    message = f"blk.1.attn_output.weight begins at byte {MOVED[how](offset)} of the data: expected {offset}, behind"
+    with pytest.raises(ValueError, match=message) as caught:
+        inspect_model(path)
+    assert str(caught.value).startswith(f"model={str(path)!r}: its tensor")
+
+
+def test_a_tensor_of_another_type_leaves_no_gap(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    content, at = place(path, "blk.0.attn_q.weight")
+    struct.pack_into("<I", content, at + 20, gguf.GGMLQuantizationType.Q8_0)  # fewer bytes than float16
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"attn_k\.weight begins at byte \d+ of the data: expected \d+"):
+        inspect_model(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, 2**32 - 1, "4294967295 dimensions: expected at most 4"),
+        (4, HIDDEN // 2, "instead of|begins at byte"),
+        (20, gguf.GGMLQuantizationType.Q6_K, "rows of 64 numbers: expected whole blocks of 256"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_type_is_refused(tmp_path: Path, at: int, value: int, message: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    content, start = place(path, "blk.0.attn_q.weight")
+    struct.pack_into("<I", content, start + at, value)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        inspect_model(path)
+
+
+@pytest.mark.parametrize("alignment", [0, 24, "32"])
+def test_an_alignment_is_a_power_of_two(tmp_path: Path, alignment: Any) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"general.alignment": alignment})
+    with pytest.raises(ValueError, match=rf"general\.alignment={alignment!r}: expected a power of two"):
+        inspect_model(path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    content, at = place(path, "blk.0.ffn_gate.weight")
+    struct.pack_into("<QQ", content, at + 4, INNER, HIDDEN)
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"mlp\.gate_proj\.weight of shape \[64, 128\] instead of \[128, 64\]; expected"
+    ):
+        LLM(path, num_pages=20)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("block_count", 10**6, "expected at most 21, the number of its tensors"),
+        ("attention.head_count_kv", 0, "a whole number above 0"),
+        ("attention.head_count", 4.0, "a whole number above 0"),
+        ("rope.freq_base", "x", "a number above 0"),
+        ("rope.freq_base", -1.0, "a number above 0"),
+        ("attention.layer_norm_rms_epsilon", float("inf"), "a number of at least 0"),
+    ],
+)
+def test_a_number_that_no_model_has_is_refused_by_its_key(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    keys = {**read_header(write_gguf(tmp_path / "m.gguf")).keys, f"llama.{key}": value}
+    with pytest.raises(ValueError, match=re.escape(f"its key llama.{key}={value!r}: expected")) as caught:
+        gguf_config(read_header(tmp_path / "m.gguf")._replace(keys=keys))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, 5, [1.0]])
+def test_a_tokenizer_without_its_merges_is_refused_by_the_key(tmp_path: Path, value: Any) -> None:
+    header = read_header(write_gguf(tmp_path / "m.gguf"))
+    keys = {**header.keys, "tokenizer.ggml.merges": value}
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges is (missing|5|\[1\.0\]): expected a list of texts"):
+        gguf_tokenizer(header._replace(keys=keys))
 
 
 def test_keys_that_change_nothing_pass(tmp_path: Path) -> None:

@@ -27,6 +27,25 @@ DAMAGED: dict[str, dict[str, bytes]] = {
     "without a vocabulary": {"tokenizer_config.json": b"{}"},
     "with a bad merge": {"tokenizer.json": json.dumps(BAD_MERGE).encode()},
     "of another format": {"tokenizer.json": b"\x00\xff"},
+    "whose package panics": {
+        "tokenizer.json": json.dumps(
+            {
+                "version": "1.0",
+                "model": {
+                    "type": "BPE",
+                    "vocab": {"a": 0, "b": 1, "ab": 2},
+                    "merges": ["a b"],
+                    "continuing_subword_prefix": "\u00e9" * 9,
+                },
+            }
+        ).encode()
+    },
+    "that fails at its first text": {
+        "tokenizer.json": json.dumps(
+            {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+        ).encode(),
+        "tokenizer_config.json": b'{"model_max_length": "many"}',
+    },
     "with code of its own": {
         "tokenizer_config.json": b'{"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", null]}}',
         "mine.py": b"raise SystemExit('the code of the folder ran')",

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 from torch import zeros
+from transformers import LlamaConfig
 
 from trunkattn.engine.model import inspect_model
-from trunkattn.engine.model_files import check_gguf, check_safetensors, find_model_files
+from trunkattn.engine.model_files import check_gguf, check_safetensors, find_model_files, one_line, plain
 from trunkattn.engine.model_path import existing_path
 
 
@@ -62,6 +63,28 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def point(name: object) -> Callable[[Path], Any]:
+    """Lets the index name another file for a tensor."""
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": name, "b": "two.safetensors"}})
+    )
+
+
+DAMAGES |= {
+    "names the file '../one.safetensors'": lambda folder: (
+        (folder.parent / "one.safetensors").write_bytes((folder / "one.safetensors").read_bytes()),
+        point("../one.safetensors")(folder),
+    ),
+    "names the file '/dev/null'": point("/dev/null"),
+    "names the file '5'": point(5),
+    "names the file 'aaaa": point("a" * 5000),
+    "generation_config.json.*no such file": lambda folder: (folder / "generation_config.json").mkdir(),
+    "generation_config.json.*it is not JSON .*BOM": lambda folder: (folder / "generation_config.json").write_bytes(
+        b"\xef\xbb\xbf{}"
+    ),
+}
+
+
 def truncate(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
@@ -96,6 +119,33 @@ def test_a_gguf_file_of_an_unknown_version_is_refused(tmp_path: Path, smollm2_gg
     path.write_bytes(whole[:4] + struct.pack("<I", 9) + whole[8:])
     with pytest.raises(ValueError, match=r"GGUF v9|version 9"):
         inspect_model(path)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layer", "num_nextn_predict_layers"])
+def test_more_layers_than_tensors_are_refused_before_a_list_of_them_is_made(folder: Path, field: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", field: 10**30}))
+    with pytest.raises(ValueError, match=rf"{field}=1000.*expected at most 2, the tensors in its files") as caught:
+        inspect_model(folder)
+    assert str(caught.value).startswith(f"model={str(folder)!r}: ")
+    with pytest.raises(ValueError, match=r"expected at most 10000$"):
+        inspect_model(folder, load_format="dummy")
+
+
+def test_a_model_that_the_files_are_too_small_for_is_not_made_to_its_end(folder: Path) -> None:
+    save_file({f"a{i}": zeros(1) for i in range(3000)}, folder / "model.safetensors")
+    config = {"model_type": "llama", "num_hidden_layers": 3000, "hidden_size": 64, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10, "intermediate_size": 8}))
+    with pytest.raises(ValueError, match=r"more than a model of 4,\d+,\d+ weights, and its files hold 3,000 numbers"):
+        inspect_model(folder)
+
+
+def test_what_foreign_files_say_is_one_line_that_can_be_printed() -> None:
+    assert plain("a\nb\t c \x1b[31m\0") == r"a b c \x1b[31m\x00"
+    assert (len(plain("x" * 5000)), plain("x" * 5000)[-3:]) == (400, "x …")
+    assert one_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+    with pytest.raises(Exception, match="pad_token_id") as caught:
+        LlamaConfig(pad_token_id=1.5)
+    assert one_line(caught.value) == "Field 'pad_token_id' with value 1.5 doesn't match any type in (int, NoneType)."
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:

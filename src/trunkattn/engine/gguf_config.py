@@ -4,8 +4,8 @@ transformers names the fields of most architectures, but leaves out keys, and it
 says. Here the file's values are compared with the configuration, put into it where they differ, and compared again.
 """
 
+import math
 from collections.abc import Mapping
-from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from trunkattn.engine.gguf_header import GgufHeader
 from trunkattn.engine.gguf_rope import apply_gguf_rope
 from trunkattn.engine.gguf_sampling import gguf_sampling
+from trunkattn.engine.model_files import plain
 from trunkattn.engine.model_support import known_fields
 
 # A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
@@ -87,6 +88,13 @@ REQUIRED: Final = (
 WITHOUT_DEFAULT: Final = ("attention.sliding_window", "expert_used_count")
 # The architecture for whose old files, which name no window, llama.cpp takes the same default as transformers.
 KNOWN_WINDOW: Final = "gemma2"
+# Keys of FIELDS that are true or false; ends of the names of others that are whole numbers; numbers that are not 0.
+SWITCHES: Final = frozenset({"expert_weights_norm", "use_parallel_residual"})
+COUNTS: Final = ("_count", "_count_kv", "_length", "vocab_size", "sliding_window")
+POSITIVE: Final = frozenset(
+    {"embedding_length", "block_count", "attention.head_count", "attention.head_count_kv", "rope.freq_base"}
+)
+LARGEST_COUNT, LARGEST_NUMBER = 2**31 - 1, 3e38  # of the types in which transformers is given them
 ROPE_BASE, DEFAULT_ROPE_BASE = "rope.freq_base", 10_000.0
 SPECIAL_TOKENS: Final = "tokenizer.ggml."
 # Tokens that end an answer: of the text, of a turn of a chat, and of a message that calls a tool.
@@ -126,7 +134,14 @@ def _check_file(header: GgufHeader) -> None:
         if not any(name in header.facts for name in names):
             keys = " or ".join(f"{header.architecture}.{name}" for name in names)
             raise ValueError(f"it has no key {keys}; expected the number that the model was made with")
-    if parts > 1:
+    _check_numbers(header)
+    layers = header.facts.get("block_count", 0)
+    if isinstance(layers, list) or layers > len(header.tensors):
+        raise ValueError(
+            f"its key {header.architecture}.block_count={plain(repr(layers), 80)}: expected at most "
+            f"{len(header.tensors)}, the number of its tensors"
+        )
+    if parts not in (0, 1):
         raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
     for key, value in header.keys.items():
         prefix, _, name = key.partition(".")
@@ -136,6 +151,25 @@ def _check_file(header: GgufHeader) -> None:
                 f"its key {key}={value!r} is none that transformers' tokenizers follow; use the model's safetensors "
                 f"folder"
             )
+
+
+def _check_numbers(header: GgufHeader) -> None:
+    """Raises ValueError for a key of the architecture that is not the number, or the list of numbers, that its name
+    asks for."""
+    for name in (*FIELDS, ROPE_BASE, "rope.dimension_count"):
+        value = header.facts.get(name)
+        if value is None or name in SWITCHES:
+            continue
+        is_count, is_list = name.endswith(COUNTS), isinstance(value, list)
+        for one in value if is_list and is_count else [value]:  # a list has a number for each layer
+            is_number = type(one) is int or (type(one) is float and not is_count)
+            least = 0 if is_list or name not in POSITIVE else math.ulp(0)
+            if not is_number or not least <= one <= (LARGEST_COUNT if type(one) is int else LARGEST_NUMBER):
+                raise ValueError(
+                    f"its key {header.architecture}.{name}={plain(repr(value), 80)}: expected "
+                    f"{'a whole number' if is_count else 'a number'} {'above' if least else 'of at least'} 0, up to "
+                    f"{LARGEST_COUNT if is_count else LARGEST_NUMBER}"
+                )
 
 
 def _by_transformers(header: GgufHeader) -> dict[str, Any]:
@@ -222,7 +256,7 @@ def _has(config: PretrainedConfig, field: str, value: Any) -> bool:
     """Whether a field of a configuration has a value, up to the rounding of numbers in a file."""
     found = _rope_bases(config)[0] if field == "rope_theta" else getattr(config, field, None)
     if isinstance(value, float) and isinstance(found, int | float):
-        return isclose(found, value, rel_tol=1e-6)
+        return math.isclose(found, value, rel_tol=1e-6)
     return bool(found == value)
 
 

@@ -2,7 +2,8 @@
 
 The package `gguf` turns each string of a vocabulary into an object, which takes seconds. Here it is counted.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and for where tensors lie
+https://github.com/ggml-org/ggml/blob/master/src/gguf.cpp
 """
 
 import mmap
@@ -19,11 +20,16 @@ from numpy.typing import NDArray
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _ALIGNMENT: Final = 32  # bytes, of a file that does not say
+_MOST_DIMS: Final = 4
 _NUMBERS: Final[Mapping[int, str]] = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 )
 _STRING: Final = 8
 _ARRAY: Final = 9
+
+
+class NumStrings(int):
+    """How many strings a list has. It is no number that a file says."""
 
 
 class GgufTensor(NamedTuple):
@@ -40,7 +46,7 @@ class GgufHeader(NamedTuple):
 
     Attributes:
         path: the file.
-        keys: values by key; a list of strings is the number of its strings.
+        keys: values by key; a list of strings is the number of its strings, `NumStrings`.
         tensors: what is known of each tensor, by name, in the file's order.
     """
 
@@ -77,14 +83,15 @@ def read_header(path: Path) -> GgufHeader:
     """The header of a file.
 
     Raises:
-        ValueError: it is no GGUF file of version 2 or 3, it is cut off, or a tensor has an unknown type.
+        ValueError: it is no GGUF file of version 2 or 3, it is cut off, or a tensor has an unknown type or does not lie
+            behind the one before it.
     """
     from gguf import GGML_QUANT_SIZES
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _parse(path, data, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
-        except (struct.error, IndexError, UnicodeDecodeError, MemoryError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, MemoryError, RecursionError) as error:
             raise ValueError(f"its header is cut off or damaged ({error})") from error
 
 
@@ -102,8 +109,10 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
     if "general.architecture" not in keys:
         raise ValueError("it has no key general.architecture")
     listed = [(cursor.string(), cursor.shape(), *cursor.numbers("IQ")) for _ in range(num_tensors)]
-    alignment = int(keys.get("general.alignment", _ALIGNMENT))
-    start = -(-cursor.at // alignment) * alignment
+    alignment = keys.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"its key general.alignment={alignment!r}: expected a power of two, in bytes")
+    start, end = _aligned(cursor.at, alignment), 0
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in listed:
         if kind not in sizes:
@@ -113,10 +122,22 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
         if name in tensors:
             raise ValueError(f"it has the tensor {name} twice; expected one value for each name")
         block, block_bytes = sizes[kind]
+        if shape and shape[-1] % block:
+            raise ValueError(f"its tensor {name} has rows of {shape[-1]} numbers: expected whole blocks of {block}")
+        if offset != end:  # otherwise bytes would be two tensors' or none's, and the model another one
+            raise ValueError(
+                f"its tensor {name} begins at byte {offset} of the data: expected {end}, behind the others"
+            )
         tensors[name] = GgufTensor(shape, kind, start + offset, prod(shape) // block * block_bytes)
         if tensors[name].begin + tensors[name].num_bytes > len(data):
             raise ValueError(f"its tensor {name} is cut off")
+        end = _aligned(offset + tensors[name].num_bytes, alignment)
     return GgufHeader(path, keys, tensors)
+
+
+def _aligned(at: int, alignment: int) -> int:
+    """The first multiple of `alignment` that is not below `at`."""
+    return -(-at // alignment) * alignment
 
 
 class _Cursor:
@@ -143,7 +164,10 @@ class _Cursor:
 
     def shape(self) -> tuple[int, ...]:
         """A tensor's shape in torch's order, the reverse of the file's."""
-        return tuple(reversed(self.numbers(f"{self.number('I')}Q")))
+        num_dims = self.number("I")
+        if num_dims > _MOST_DIMS:
+            raise ValueError(f"a tensor has {num_dims} dimensions: expected at most {_MOST_DIMS}")
+        return tuple(reversed(self.numbers(f"{num_dims}Q")))
 
     def value(self, kind: int) -> Any:
         """A key's value of a kind, see `GgufHeader.keys`."""
@@ -160,7 +184,7 @@ class _Cursor:
             return [self.value(inner) for _ in range(count)]
         for _ in range(count):
             self._skip_string()
-        return count
+        return NumStrings(count)
 
     def _skip_string(self) -> None:
         length = self.number("Q")

@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from trunkattn.engine.gguf_header import GgufHeader
+from trunkattn.engine.gguf_header import GgufHeader, NumStrings
+from trunkattn.engine.model_files import plain
 
 PRE: Final = "tokenizer.ggml.pre"
 # The ways to split a text before merges, by their name in the file: GPT-2's way, the same with separate digits, or the
@@ -39,6 +40,10 @@ CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before 
 SENTENCEPIECE, SPACE = "llama", "\N{LOWER ONE EIGHTH BLOCK}"
 # The ids of these tokens in a SentencePiece vocabulary, unless the file says otherwise.
 DEFAULT_IDS: Final[Mapping[str, int]] = MappingProxyType({"bos_token": 1, "eos_token": 2, "unk_token": 0})
+# What a tokenizer needs besides its tokens, by its kind.
+NEEDED: Final[Mapping[str, dict[str, type]]] = MappingProxyType(
+    {"gpt2": {"merges": NumStrings}, SENTENCEPIECE: {"scores": list}}
+)
 WITHOUT_SPACE: Final = frozenset(("gemma2", "gemma3"))  # no space before a text, unless the file says otherwise
 
 
@@ -50,6 +55,7 @@ def gguf_tokenizer(header: GgufHeader) -> Any:
     """
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
+    _check_needed(header)
     architecture, found, options = get_gguf_tokenizer(str(header.path))
     if found.get("tokenizer_type") == "gpt2":
         pre = found.get("pre_tokenizer_type")
@@ -63,6 +69,19 @@ def gguf_tokenizer(header: GgufHeader) -> Any:
         tokens = found["tokens"]
         options |= {name: tokens[i] for name, i in DEFAULT_IDS.items() if options[name] is None and i < len(tokens)}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def _check_needed(header: GgufHeader) -> None:
+    """Raises ValueError naming a key that is missing or of another type."""
+    needed: dict[str, type] = {"model": str, "tokens": NumStrings}
+    needed |= NEEDED.get(str(header.keys.get("tokenizer.ggml.model")), {})
+    for name, kind in needed.items():
+        value = header.keys.get(f"tokenizer.ggml.{name}")
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"its key tokenizer.ggml.{name} is {'missing' if value is None else plain(repr(value), 80)}: expected "
+                f"{'a text' if kind is str else 'a list of texts' if kind is NumStrings else 'a list of numbers'}"
+            )
 
 
 def _byte_level(found: Mapping[str, Any], splitter: Any) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from trunkattn.engine.gguf_tokenizer import gguf_tokenizer
 from trunkattn.engine.gguf_weights import gguf_weights
 from trunkattn.engine.hf_attention import ATTENTION_NAME
 from trunkattn.engine.latent import absorb_heads
-from trunkattn.engine.model_files import ModelFiles, check_one_value, find_model_files, one_line
+from trunkattn.engine.model_files import ModelFiles, check_one_value, find_model_files, one_line, plain
 from trunkattn.engine.model_path import TOKENIZER_FILES
 from trunkattn.engine.model_support import (
     AttentionGeometry,
@@ -48,6 +49,8 @@ KNOWN_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 DUMMY_SEED = 0
 MOST_NAMES = 4  # in a message
 MOST_MISSING = 2  # times as many weights as its files hold, for a model that is tried
+MOST_LAYERS = 10_000  # of a model without files
+NUM_LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,17 @@ def inspect_model(
     torch_device = _device(device)
     files = find_model_files(model, load_format != "dummy", trust_remote_code)
     config = _read_config(files)
+    num_values = math.inf if load_format == "dummy" else _num_values(files)
     try:
         reasons = check_config(config, trust_remote_code)
-        geometry, reasons = (None, reasons) if reasons else probe_attention(config, trust_remote_code)
+        geometry, reasons = (None, reasons) if reasons else probe_attention(config, trust_remote_code, num_values)
         longest = 0 if reasons else max_positions(config)
     except Exception as error:  # a configuration with a value for each layer can raise at any attribute
         geometry, longest = None, 0
-        reasons = [f"its configuration cannot be read as one for all layers ({type(error).__name__})"]
+        reasons = [f"its configuration cannot be read as one for all layers ({one_line(error)})"]
     if geometry is None:
-        raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {'; '.join(reasons)}")
-    if load_format != "dummy":
-        _check_size(files, geometry.num_parameters)
+        raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {plain('; '.join(reasons))}")
+    _check_size(files, geometry.num_parameters, num_values)
     torch_dtype = _dtype(dtype, config, torch_device)
     kv_dtype = None if kv_cache_dtype == "auto" else getattr(torch, FP8_CACHES[kv_cache_dtype])
     return ModelInfo(
@@ -153,14 +156,20 @@ def load_model(info: ModelInfo, quantization: str | None = None) -> Any:
 def _read_config(files: ModelFiles) -> PretrainedConfig:
     """The model's configuration. For a GGUF file this is also the check of its header and of its length."""
     if files.gguf_file is not None:
-        with files.readable("read its header", "expected a complete GGUF file, so copy or download it again"):
+        try:
             header = read_header(files.path)
+        except ValueError as error:
+            raise ValueError(
+                f"model={str(files.path)!r}: {plain(str(error))}; expected a complete GGUF file, so copy or download "
+                f"it again"
+            ) from error
         try:
             return gguf_config(header)
         except Exception as error:  # a foreign file can make transformers raise nearly anything
-            reason = str(error) if isinstance(error, ValueError) else one_line(error)
+            reason = plain(str(error)) if isinstance(error, ValueError) else one_line(error)
             raise ValueError(f"model={str(files.path)!r}: {reason}") from error
-    config = json.loads((files.folder / "config.json").read_bytes())
+    config = json.loads((files.folder / "config.json").read_text("utf-8"))
+    _check_layers(files, config)
     known_as = KNOWN_AS.get(config.get("model_type"))
     if known_as is None:
         _check_code(files, config)
@@ -181,13 +190,30 @@ def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_size(files: ModelFiles, num_parameters: int) -> None:
+def _check_layers(files: ModelFiles, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number of layers beyond that of the files' tensors. Configurations make lists as long as
+    this before anything can be compared with them."""
+    most = len(files.tensors) or MOST_LAYERS
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(files, value)
+        elif NUM_LAYERS.fullmatch(name) and isinstance(value, int) and value > most:
+            raise ValueError(
+                f"model={str(files.path)!r}: config.json has {name}={plain(str(value))}: expected at most {most}"
+                f"{', the tensors in its files' if files.tensors else ''}"
+            )
+
+
+def _num_values(files: ModelFiles) -> int:
+    """Numbers in the files' tensors."""
+    if files.gguf_file is None:
+        return files.num_values()
+    return sum(math.prod(tensor.shape) for tensor in read_header(files.path).tensors.values())
+
+
+def _check_size(files: ModelFiles, num_parameters: int, num_values: float) -> None:
     """Raises ValueError if the files hold far fewer numbers than the model has weights. Otherwise transformers would
     allocate all missing weights before it names them. If only a few are missing, it names them soon enough."""
-    if files.gguf_file is None:
-        num_values = files.num_values()
-    else:
-        num_values = sum(math.prod(tensor.shape) for tensor in read_header(files.path).tensors.values())
     if num_parameters > MOST_MISSING * num_values:
         raise ValueError(
             f"model={str(files.path)!r}: its configuration describes a model of {num_parameters:,} weights, and its "
@@ -213,8 +239,10 @@ def _saved_model(info: ModelInfo) -> Any:
             dtype=info.dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # transformers would not say which
             **source,
         )
+    _check_names(files, map(_shapes, loading["mismatched_keys"]), "hold", "the shapes that its configuration describes")
     _check_names(files, loading["missing_keys"], "lack", "every weight of the model")
     _check_names(files, loading["unexpected_keys"], "hold", "no tensor that the model of its configuration has not")
     _check_one_name_each(files, model)
@@ -254,13 +282,20 @@ def _check_ties(files: ModelFiles, model: Any) -> None:
 
 def _check_names(files: ModelFiles, names: Iterable[str], what: str, expected: str) -> None:
     """Raises ValueError if `names`, of missing or unknown tensors, is not empty. what: "lack" or "hold"."""
-    if names:
-        raise ValueError(f"model={str(files.path)!r}: its files {what} {_some(sorted(names))}; expected {expected}")
+    found = sorted(names)
+    if found:
+        raise ValueError(f"model={str(files.path)!r}: its files {what} {_some(found)}; expected {expected}")
+
+
+def _shapes(mismatched: tuple[str, Sequence[int], Sequence[int]]) -> str:
+    """A tensor that has another shape than the model's weight."""
+    name, found, expected = mismatched
+    return f"{name} of shape {[*found]} instead of {[*expected]}"
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+    return plain(", ".join(names[:MOST_NAMES])) + more
 
 
 def _dummy_model(info: ModelInfo) -> Any:
@@ -294,6 +329,7 @@ def load_tokenizer(files: ModelFiles) -> Any | None:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, **files.load_options)
         else:
             tokenizer = gguf_tokenizer(read_header(files.path))
+        tokenizer("a")  # some of what is wrong with its files shows only now
     tokenizer.name_or_path = str(files.path)
     return tokenizer
 

@@ -7,6 +7,7 @@ header, which names every tensor and its place, is read for the configuration (`
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from textwrap import shorten
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from trunkattn.engine.gguf_header import MAGIC
@@ -36,6 +37,7 @@ PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "BOOL"})
 INTEGER_TYPES = frozenset({"I64", "BOOL"})  # only of masks and indices
 WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
+CLASS = re.compile(r"<class '([^']*)'>")
 MAX_REASON = 400
 # Fields of a generation_config.json by which transformers draws other tokens, and that nothing here follows -> the
 # values that change nothing. Lists and mappings of nothing change nothing either.
@@ -106,16 +108,28 @@ class ModelFiles:
                 (Path(linked) / self.gguf_file).symlink_to(self.path.resolve())
             try:
                 yield self.folder if self.gguf_file is None else Path(linked)
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # what panics in the package tokenizers is no Exception
                 reason = one_line(error).replace(linked, str(self.folder))
                 raise ValueError(
                     f"model={str(self.path)!r}: transformers cannot {what} ({reason}); {expected}"
                 ) from error
 
 
-def one_line(error: Exception) -> str:
-    """An error's type and its text, on one line of at most `MAX_REASON` characters."""
-    return shorten(f"{type(error).__name__}: {error}", MAX_REASON, placeholder=" …").removesuffix(":")
+def one_line(error: BaseException) -> str:
+    """An error's type and its text, as `plain` has them. Of a value that no configuration can have, only what is wrong
+    with it."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, StrictDataclassError):
+        text = CLASS.sub(r"\1", text.partition("\n    ")[2].partition(": ")[2].partition(" Errors: ")[0])
+    return plain(text).removesuffix(":")
+
+
+def plain(text: str, most: int = MAX_REASON) -> str:
+    """A text that may come from a foreign file, on one line of at most `most` characters that can be printed."""
+    line = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 2]} …"
 
 
 def find_model_files(model: object, with_weights: bool = True, trust_remote_code: bool = False) -> ModelFiles:
@@ -142,7 +156,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
     if not isinstance(config["model_type"], str):
         raise ValueError(f"model={str(folder)!r}: config.json has a model_type that is no text; expected a text")
-    if (folder / GENERATION_CONFIG).is_file():
+    if os.path.lexists(folder / GENERATION_CONFIG):
         _check_generation_config(folder / GENERATION_CONFIG)
     if not with_weights:
         return {}
@@ -161,7 +175,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
                 f"model={str(folder / SAFETENSORS_INDEX)!r}: expected a weight_map from tensors to files, and "
                 f"metadata, if only an empty mapping"
             )
-        files = sorted({folder / str(name) for name in shards.values()})
+        files = [_shard(folder, name) for name in sorted({*map(str, shards.values())})]
     holder: dict[str, Path] = {}
     for file in files:
         for name in check_safetensors(file):
@@ -172,6 +186,19 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
                 )
             holder[name] = file
     return holder
+
+
+def _shard(folder: Path, name: str) -> Path:
+    """A file that the index names: within the folder, because a model's files are copied and trusted as a whole."""
+    try:
+        if (folder / name).is_file() and not Path(name).is_absolute() and ".." not in Path(name).parts:
+            return folder / name
+    except OSError:  # a name that no file can have
+        pass
+    raise ValueError(
+        f"model={str(folder / SAFETENSORS_INDEX)!r}: it names the file {plain(name)!r}; expected a file that is in its "
+        f"folder"
+    )
 
 
 def _check_generation_config(path: Path) -> None:
@@ -249,8 +276,8 @@ def check_safetensors(path: Path) -> list[str]:
         is_number = kind in PLAIN_TYPES and not (kind in INTEGER_TYPES and WEIGHT.fullmatch(name))
         if not is_number and not MASK.fullmatch(name):
             raise ValueError(
-                f"model={str(path)!r}: its tensor {name} has type {kind}, so its weights are quantized; expected plain "
-                f"safetensors (F64, F32, F16 or BF16) or GGUF"
+                f"model={str(path)!r}: its tensor {plain(name)} has type {kind}, so its weights are quantized; "
+                f"expected plain safetensors (F64, F32, F16 or BF16) or GGUF"
             )
     return [*types]
 
@@ -267,7 +294,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_text("utf-8"))  # as transformers does, so without a byte-order mark
     except (ValueError, RecursionError) as error:
         raise ValueError(f"model={str(path)!r}: it is not JSON ({error}); expected {EXPECTED_MODEL}") from error
     if not isinstance(content, dict):

@@ -2,15 +2,19 @@
 
 import copy
 import inspect
+import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -18,6 +22,7 @@ from transformers.modeling_rope_utils import RopeParameters
 from trunkattn.engine.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 from trunkattn.engine.hf_masks import UnsupportedAttention
 from trunkattn.engine.latent import absorb_heads
+from trunkattn.engine.model_files import one_line, plain
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meaning
@@ -79,6 +84,8 @@ ROPE_NAMES: Final = frozenset({*RopeParameters.__annotations__, "type", "finetun
 # configuration says.
 NORM_FIELDS: Final = ("use_qk_norm", "qk_norm", "qk_layernorm")
 NORM: Final = re.compile(r"(.*\.)?(q|k|qk|query|key)_?(layer)?_?norm")
+MOST_MADE = 2000  # tensors of a model that its files are far too small for: more of them would only take time
+MANY_TIMES = 16  # as many weights as numbers in the files; while a model is made, tied weights count several times
 PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
 
@@ -107,16 +114,22 @@ def check_supported(config: PretrainedConfig) -> list[str]:
 
 
 def probe_attention(
-    config: PretrainedConfig, trust_remote_code: bool = False
+    config: PretrainedConfig, trust_remote_code: bool = False, num_values: float = math.inf
 ) -> tuple[AttentionGeometry | None, list[str]]:
     """The attention as the model's own code calls it in a forward pass on the meta device, and the reasons against it.
+
+    Args:
+        config, trust_remote_code: of the model.
+        num_values: numbers in the model's files. If they are far too few, a model of many layers or experts is not made
+            to its end, so that wrong counts take no time.
 
     Returns:
         (geometry, []) or (None, reasons).
     """
     probe = AttentionProbe()
     try:
-        num_parameters = _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
+        with _at_most(num_values):
+            num_parameters = _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
     except UnsupportedAttention as reason:
         return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
@@ -227,7 +240,7 @@ def unread_fields(config: PretrainedConfig) -> list[str]:
         known = known_fields(config)
         told |= {name: value for name, value in changed.items() if name not in known}
     return [
-        f"its configuration has {name}={value!r}, which transformers' {config.model_type} does not read"
+        f"its configuration has {plain(f'{name}={value!r}')}, which transformers' {config.model_type} does not read"
         for name, value in told.items()
     ]
 
@@ -253,6 +266,31 @@ class _NothingFound(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _at_most(num_values: float) -> Iterator[None]:
+    """Context in which this thread makes no model of more than `MOST_MADE` tensors with `MANY_TIMES` as many weights.
+
+    Raises:
+        UnsupportedAttention: as soon as there are more.
+    """
+    made, thread = list[int](), get_ident()
+
+    def count(_: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and get_ident() == thread:
+            made.append(parameter.numel())
+            if len(made) > MOST_MADE and sum(made) > MANY_TIMES * num_values:
+                raise UnsupportedAttention(
+                    f"its configuration describes more than a model of {sum(made):,} weights, and its files hold "
+                    f"{num_values:,} numbers; correct the sizes in its configuration, or copy the files again"
+                )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> int:
@@ -330,7 +368,7 @@ def _failure(error: Exception) -> str:
         return (
             "its code decides by the values of tensors, so its attention cannot be found before its weights are loaded"
         )
-    return f"its code fails in a forward pass without weights ({type(error).__name__}: {error})"
+    return f"its code fails in a forward pass without weights ({one_line(error)})"
 
 
 def hold_rope(model: nn.Module) -> None:
