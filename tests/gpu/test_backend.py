@@ -123,6 +123,28 @@ def test_heads_farther_apart_than_32_bits_count() -> None:
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("merges_apart", [False, True])
+@pytest.mark.parametrize("strides", [(1 << 15, 256, 64, 1), (1024, 64, 1 << 30, 1)], ids=["pages", "heads"])
+def test_pages_and_tokens_farther_apart_than_32_bits_count(merges_apart: bool, strides: tuple[int, ...]) -> None:
+    """Of decodes, prompt chunks and merges, in pages whose numbers 16 bits do not count, nor those of their tokens."""
+    config = replace(CONFIG, num_qo_heads=8, num_kv_heads=4, dtype=torch.float16, policy="cascade")
+    batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 40, 1, 1, 2, 1], np.int32))
+    memory = torch.empty((3 << 30) + (1 << 27), dtype=torch.float16)
+    kv = tuple(cache.half() for cache in caches(batch, config))
+    both = memory.as_strided((70_000 + len(kv[0]), *kv[0].shape[1:3], 64), strides, 1024)
+    far = both[..., :32], both[..., 32:]
+    for cache, near in zip(far, kv, strict=True):
+        cache[70_000:] = near
+    q, tokens = torch.randn(50, 8, 32).half(), (60 << 20, 32, 1)
+    far_q, out = (memory.as_strided(q.shape, tokens, begin) for begin in (0, 256))
+    executor = GpuBackend(config, torch.device("cpu"), Capacity(9, 50, 7, 70_100) if merges_apart else None)
+    step = plan(executor, replace(batch, block_table=batch.block_table + 70_000))
+    assert step.num_chunks == 1 and (len(step.tiles.tile_list().merge_queries) > 0) == merges_apart
+    run(executor, step, far_q.copy_(q), far, out=out)
+    want = expected(batch, q.float(), tuple(cache.float() for cache in kv))[0]
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
+
+
 def pieces(step: Any, query: int) -> list[tuple[int, tuple[int, ...]]]:
     """(slot after the query's first, positions of the segments) of each of a query's pieces, in order."""
     tiles, found = step.tiles.tile_list(), []

@@ -1,5 +1,7 @@
 """The kernel that writes keys and values, under Triton's interpreter."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -24,3 +26,20 @@ def test_every_token_goes_into_its_slot_and_nowhere_else(layout: str, dtype: tor
     write_on_gpu(k, v, *found, torch.tensor(slots))
     for cache, wanted in zip(found, expected, strict=True):
         assert torch.equal(storage_bytes(cache), storage_bytes(wanted))
+
+
+def test_new_values_and_caches_farther_apart_than_32_bits_count() -> None:
+    """Memory that nothing is written to is only promised, and takes no room."""
+    memory, slots = torch.empty((2 << 30) + 1024), torch.tensor([8, 1, 3])
+    new, empty = torch.randn(3, 3, 3), torch.zeros(3, 3, 3, 3)  # tokens, heads and dims; pages of 3 tokens
+    expected = empty.flatten(0, 1).index_copy(0, slots, new).view_as(empty)
+
+    def far(near: torch.Tensor, dim: int) -> torch.Tensor:
+        strides = *near.stride()[:dim], 1 << 30, *near.stride()[dim + 1 :]
+        return memory.as_strided(near.shape, strides).copy_(near)
+
+    for dim, changed in product(range(3), range(4)):
+        tensors = [new, new, empty.clone(), empty.clone()]
+        tensors[changed] = far(tensors[changed], dim)
+        write_on_gpu(*tensors, slots)
+        assert all(torch.equal(cache, expected) for cache in tensors[2:])

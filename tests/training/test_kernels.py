@@ -110,18 +110,38 @@ def test_the_next_sequence_of_a_batch_is_not_read(
     assert all(torch.equal(clean[0], other[0]) for clean, other in zip(expected[:5], found, strict=False))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "packed", "heads", "dim", "apart"),
+    [
+        (((129, 129),), False, (1, 1), 1, 1 << 24),
+        (((560, 0), (0, 560), (20, 40)), True, (1, 1), 0, 1 << 22),
+        (((17, 17),) * 3, False, (1, 1), 0, 1 << 30),
+        (((17, 17),), False, (3, 3), 2, 1 << 30),
+        (((17, 17),), False, (3, 1), 2, 1 << 30),
+    ],
+    ids=["tokens", "packed tokens", "sequences", "heads", "heads of a group"],
+)
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_tokens_farther_apart_than_a_block_counts_in_32_bits(deterministic: bool) -> None:
+def test_places_farther_apart_than_32_bits_count(
+    lengths: tuple[tuple[int, int], ...],
+    packed: bool,
+    heads: tuple[int, int],
+    dim: int,
+    apart: int,
+    deterministic: bool,
+) -> None:
     """Memory that nothing is written to is only promised, and takes no room."""
-    case, tile = TrainingCase(((129, 129),), False, True, (1, 1), 16, dtype=torch.float16), FlashTile(256, 256, 4, 2)
+    case, tile = TrainingCase(lengths, packed, True, heads, 16, dtype=torch.float16), FlashTile(256, 256, 4, 2)
     q, k, v, dout, dlse = case.inputs
-    far = torch.empty(129 << 24, dtype=torch.float16).as_strided(q.shape, (1, 1 << 24, 1 << 24, 1))
     expected = run(case, tile, deterministic)
     for changed in range(3):
         tensors = [q, k, v]
-        tensors[changed] = far.copy_(tensors[changed])
+        near = tensors[changed].contiguous()
+        strides = *near.stride()[:dim], apart, *near.stride()[dim + 1 :]
+        size = (near.shape[dim] - 1) * apart + near.numel()
+        tensors[changed] = torch.empty(size, dtype=torch.float16).as_strided(near.shape, strides).copy_(near)
         found = run(case, tile, deterministic, (*tensors, dout, dlse))
-        assert all(map(torch.equal, found, expected))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @settings(max_examples=fraction(4))
