@@ -238,6 +238,17 @@ def test_any_group_fits_the_tallest_tile(group: int, cache: str) -> None:
     case.step.assert_accurate(*case.run())
 
 
+def test_a_tile_may_be_full_of_queries() -> None:
+    """64, of two requests that each see keys of their own."""
+    config = AttentionConfig(1, 1, 16, 16, torch.float32)
+    batch = tree_batch(parse_tree("1,2_32,40"), 16, row_seed=0, page_seed=1)
+    batch = replace(batch, query_lens=np.array([40, 24], np.int32))
+    case = Interpreted(random_step(0, config, batch), 1, "64x64")
+    queries = {(packed & 255, packed >> 8 & 255) for packed in case.tile_list.segments[:, 1].tolist()}
+    assert queries == {(0, 64), (0, 40), (40, 64), (0, 0)}
+    case.step.assert_accurate(*case.run())
+
+
 def many_pieces() -> Interpreted:
     """Two requests; the 72 segments of 16 tokens of their trunk are spread over a large device."""
     config = AttentionConfig(4, 2, 16, 16, torch.float32, sinks=True)
@@ -254,13 +265,18 @@ def test_the_merge_of_more_partials_than_one_block_holds(return_lse: bool) -> No
     case.step.assert_accurate(out, lse if return_lse else case.step.oracle()[1].float())
 
 
-def test_an_item_merges_the_partials_of_a_taller_tile() -> None:
+@pytest.mark.parametrize("low", [False, True])
+def test_an_item_merges_the_partials_of_a_taller_tile(low: bool) -> None:
     """36 requests under a trunk that tall tiles cut into parts; the leaves' items merge them. Some requests end within
-    the trunk, so that rows of one item have different numbers of partials."""
+    the trunk, so that rows of one item have different numbers of partials. low: of logits around -400, beside which an
+    lse of 0 would be all there is."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32, sinks=True)
     batch = tree_batch(parse_tree("1,36_128,9"), 16, row_seed=0, page_seed=1)
     batch = replace(batch, seq_lens=np.array([137, 137, 137, 137, 40, 137] * 6, np.int32))
-    step = random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
+    step = random_step(0, config, batch, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]) - 400 * low)
+    if low:
+        step.q.fill_(10)
+        step.k_cache.copy_(0.1 * step.k_cache - 10)
     case = Interpreted(step, 3, "64x64+16x64")
     assert len(case.tile_list.merge_queries) == 0
     merged = np.diff(case.tile_list.merge_slots)[:, 0]
