@@ -30,6 +30,7 @@ from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import Step
+from .guarded_loads import guarded_loads
 from .kernel_cases import make_card, plan_with
 
 POLICIES = ("pat", "cascade")
@@ -173,6 +174,7 @@ class Interpreted:
             torch.full((slots, heads), math.nan), scale, ones * torch.as_tensor(step.options.get("v_scale", 1.0)),
             step.options.get("sinks", ones),
         )  # fmt: skip
-        execute(plan, tensors, return_lse)
+        with guarded_loads():
+            execute(plan, tensors, return_lse)
         assert wide_out[:, 0].isnan().all() and wide_out[..., -1].isnan().all()
         return out, lse

@@ -19,6 +19,8 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import paged_attention
 
+from .guarded_loads import guarded_loads
+
 pytestmark = pytest.mark.slow
 
 CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
@@ -52,8 +54,9 @@ def run(
     shape = (len(q), executor.config.num_qo_heads, executor.config.value_dim)
     out = options.pop("out", torch.full(shape, math.nan))
     inputs = dict.fromkeys(("q_scale", "k_scale", "v_scale", "sinks")) | options
-    lse = executor.run(step, LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **inputs), out)
-    return out, lse
+    layer = LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **inputs)
+    with guarded_loads():
+        return out, executor.run(step, layer, out)
 
 
 def expected(batch: PagedBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:

@@ -22,6 +22,8 @@ from trunkattn.gpu.tiles import MergeTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 
+from .guarded_loads import guarded_loads
+
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
 HEADS = ((8, 2), (12, 4), (7, 1))  # query heads, KV heads
 
@@ -47,18 +49,19 @@ class Partials:
         out = torch.full((len(self.queries), self.num_qo_heads, self.width), torch.nan)
         lse = torch.full(out.shape[:2], torch.nan)
         kernel: Any = merge.merge_kernel[(num_programs,)]
-        kernel(
-            operands=merge.MergeOperands(out, lse, self.partial, self.lse),
-            work=merge.MergeWork(self.queries, self.ranges, torch.tensor([len(self.queries)], dtype=torch.int32)),
-            v_scale=self.v_scale,
-            sinks=self.sinks if sinks else None,
-            strides=merge.OutStrides(*out.stride()[:2]),
-            COUNT_AT=0,
-            SHAPE=merge.merge_shape(self.num_qo_heads, self.num_kv_heads, self.width, tile),
-            SINKS=sinks,
-            RETURN_LSE=True,
-            PDL=Pdl(False, False),
-        )
+        with guarded_loads():
+            kernel(
+                operands=merge.MergeOperands(out, lse, self.partial, self.lse),
+                work=merge.MergeWork(self.queries, self.ranges, torch.tensor([len(self.queries)], dtype=torch.int32)),
+                v_scale=self.v_scale,
+                sinks=self.sinks if sinks else None,
+                strides=merge.OutStrides(*out.stride()[:2]),
+                COUNT_AT=0,
+                SHAPE=merge.merge_shape(self.num_qo_heads, self.num_kv_heads, self.width, tile),
+                SINKS=sinks,
+                RETURN_LSE=True,
+                PDL=Pdl(False, False),
+            )
         return out, lse
 
     def expected(self, sinks: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, fitting_tile, shared_bytes
 
 from ..attention.cases import fraction
+from ..gpu.guarded_loads import guarded_loads
 from .any_case import any_case
 from .training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, tree_case
 
@@ -29,10 +30,11 @@ def run(case: TrainingCase, tile: FlashTile, deterministic: bool, inputs: Result
     """inputs: those of the case, unless others are given."""
     q, k, v, dout, dlse = inputs or case.inputs
     sequences = case.sequences
-    out, lse = forward(q, k, v, sequences, tile)
     tiles = dict.fromkeys(("keys", "queries", "one_pass"), tile)
     dlse = dlse.transpose(-1, -2)
-    gradients = backward((dout, dlse), (q, k, v, out, lse), sequences, deterministic, tiles)
+    with guarded_loads():
+        out, lse = forward(q, k, v, sequences, tile)
+        gradients = backward((dout, dlse), (q, k, v, out, lse), sequences, deterministic, tiles)
     return out, lse.transpose(-1, -2), *gradients
 
 
