@@ -33,7 +33,7 @@ from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
 from trunkattn import BatchAttention, Plan
-from trunkattn.analysis.trees import PrefixTree
+from trunkattn.analysis.trees import TreeLevels
 from trunkattn.gpu import steps
 from trunkattn.gpu.cards import facts_of
 from trunkattn.planner.tiles.candidates import Tiling
@@ -72,7 +72,7 @@ class Cell(NamedTuple):
     error_of: Callable[[torch.Tensor], float]
 
 
-def cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) -> Cell:
+def cell_of(shape: Shape, tree: TreeLevels, attention: BatchAttention) -> Cell:
     """A cell with a cache of keys and values."""
     case = make_case(shape, tree)
     truth, out = expected(case), torch.full_like(case.q, torch.nan)
@@ -83,7 +83,7 @@ def cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) -> Cell:
     return Cell(case.batch, case.features.window, len(case.kv), run_of, lambda found: relative_error(found, truth))
 
 
-def latent_cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) -> Cell:
+def latent_cell_of(shape: Shape, tree: TreeLevels, attention: BatchAttention) -> Cell:
     """A cell with a latent cache."""
     case = mla.make_case(tree, shape.num_qo_heads)
     out = torch.full((*case.q.shape[:2], mla.LATENT), torch.nan, dtype=case.q.dtype, device=case.q.device)
@@ -94,7 +94,7 @@ def latent_cell_of(shape: Shape, tree: PrefixTree, attention: BatchAttention) ->
     return Cell(case.batch, None, len(case.caches), run_of, lambda found: mla.error_of(case, found))
 
 
-def measure(shape: Shape, tree: PrefixTree) -> Row:
+def measure(shape: Shape, tree: TreeLevels) -> Row:
     """Microseconds of every tiling of a batch."""
     attention = BatchAttention(config_of(shape), "cuda")
     cell = (cell_of if shape.latent_dim is None else latent_cell_of)(shape, tree, attention)

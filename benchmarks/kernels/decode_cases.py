@@ -8,7 +8,7 @@ import torch
 
 import trunkattn
 from benchmarks.peers.gpu_kernels import Case, Features, Run
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 
 FLUSH_BYTES = 400_000_000  # what one replay reads of all copies of the cache, several times an L2 cache
 MOST_COPIES, MOST_BYTES = 400, 32_000_000_000  # of a window, which reads little of a large cache
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
     pairs: int
 
 
-def seen_by(tree: PrefixTree, window: int | None) -> Seen:
+def seen_by(tree: TreeLevels, window: int | None) -> Seen:
     """A window hides all but the last tokens of each sequence. All sequences of a tree are equally long."""
     first = 0 if window is None else max(0, tree.seq_len - window)
     begin, tokens = 0, 0
@@ -54,7 +54,7 @@ def seen_by(tree: PrefixTree, window: int | None) -> Seen:
     return Seen(tokens, tree.num_requests * (tree.seq_len - first))
 
 
-def sol_us(shape: Shape, tree: PrefixTree, limits: tuple[float, float]) -> float:
+def sol_us(shape: Shape, tree: TreeLevels, limits: tuple[float, float]) -> float:
     """The speed of light: what the bytes take, or the arithmetic. limits: read bandwidth in bytes per µs, FLOP per µs
     of 16-bit matrices, in which keys and values of 8 bits are multiplied too."""
     seen = seen_by(tree, shape.window)
@@ -64,13 +64,13 @@ def sol_us(shape: Shape, tree: PrefixTree, limits: tuple[float, float]) -> float
     return max(size / limits[0], flops / limits[1])
 
 
-def num_copies(shape: Shape, tree: PrefixTree, cache_bytes: int) -> int:
+def num_copies(shape: Shape, tree: TreeLevels, cache_bytes: int) -> int:
     """Copies of the cache, which take turns, so that each finds the L2 cache cold."""
     read = seen_by(tree, shape.window).tokens * shape.token_bytes
     return max(2, min(math.ceil(FLUSH_BYTES / read), MOST_COPIES, MOST_BYTES // cache_bytes))
 
 
-def make_case(shape: Shape, tree: PrefixTree, device: str = "cuda", copies: int | None = None) -> Case:
+def make_case(shape: Shape, tree: TreeLevels, device: str = "cuda", copies: int | None = None) -> Case:
     """Random q and a random cache, pages shuffled; rows stay in tree order, in which some peers want them.
 
     copies: of the cache; None: enough for a cold L2 cache. Sinks weigh about as much as all tokens that a query sees,

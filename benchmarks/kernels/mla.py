@@ -26,7 +26,7 @@ from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 
 HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
 BATCHES = (
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         return torch.from_numpy(self.batch.block_table), torch.from_numpy(self.batch.seq_lens)
 
 
-def make_case(tree: PrefixTree, heads: int) -> Case:
+def make_case(tree: TreeLevels, heads: int) -> Case:
     """Random queries and rows, pages shuffled."""
     torch.manual_seed(0)
     batch = tree_batch(tree, PAGE_SIZE, page_seed=1)
@@ -65,7 +65,7 @@ def make_case(tree: PrefixTree, heads: int) -> Case:
     return Case(batch, q, [cache, *(cache.clone() for _ in range(copies - 1))])
 
 
-def sol_us(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> float:
+def sol_us(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> float:
     """The speed of light: what the bytes take that are read once, or the arithmetic."""
     size = 2 * (tree.unique_tokens * (LATENT + ROPE) + tree.num_requests * heads * (2 * LATENT + ROPE))
     flops = 2 * (2 * LATENT + ROPE) * heads * tree.num_requests * tree.seq_len
@@ -167,7 +167,7 @@ def measure(case: Case, run: Run, tolerance: float = TOLERANCE) -> dict[str, Any
     return {"us": round(microseconds(run, len(case.caches)), 2), "error": round(error, 4)}
 
 
-def row_of(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+def row_of(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
     """One cell: SOL, ours and the peers."""
     case = make_case(tree, heads)
     row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads, "sol_us": round(sol_us(tree, heads, limits), 2)}
@@ -185,7 +185,7 @@ def measure_peer(case: Case, peer: Callable[[Case], Run], tolerance: float = TOL
         return {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
 
 
-def fp8_row(tree: PrefixTree, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+def fp8_row(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
     """One cell: ours with a cache of 16 bits and with one of 8, and FlashMLA with one of 8."""
     case = make_case(tree, heads)
     narrow = case._replace(caches=[cache.to(torch.float8_e4m3fn) for cache in case.caches])

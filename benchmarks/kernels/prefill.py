@@ -32,7 +32,7 @@ from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import Case, Features, Run
 from benchmarks.peers.gpu_prefill import PREFILL_PEERS
 from benchmarks.workloads.shape_table import SHAPES
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 from trunkattn.gpu.hopper.spec import prefill_tile as hopper_prefill_tile
 from trunkattn.gpu.portable.spec import prefill_tile
 from trunkattn.gpu.tiles import PrefillTile
@@ -62,7 +62,7 @@ def make_case(requests: int, tokens: int, cached: int, shape: Shape = LLAMA, dev
     """
     levels = [(1, cached), (requests, tokens)] if cached else [(requests, tokens)]
     nodes, lengths = zip(*levels, strict=True)
-    batch = tree_batch(PrefixTree(nodes, lengths), shape.page_size, page_seed=1)
+    batch = tree_batch(TreeLevels(nodes, lengths), shape.page_size, page_seed=1)
     batch = replace(batch, query_lens=np.full(requests, tokens, np.int32))
     torch.manual_seed(0)
     size = (batch.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)

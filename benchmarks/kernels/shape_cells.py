@@ -13,7 +13,7 @@ from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.kernels.decode_cases import Shape, expected, make_case, ours, relative_error, sol_us
 from benchmarks.peers.gpu_kernels import Case, Run, flash_attention_3, flashinfer_decode
 from benchmarks.workloads.shape_table import FA3, FLASHINFER, OURS_BFLOAT16, batch_name
-from trunkattn.analysis.trees import PrefixTree
+from trunkattn.analysis.trees import TreeLevels
 
 TOLERANCE = 0.05  # root mean squares of an output: 8 bits of mantissa, the largest of many thousand errors
 TOLERANCE_8_BIT_QUERIES = 0.4  # 4 bits of mantissa, of queries and of weights
@@ -75,13 +75,13 @@ def cell_of(case: Case, truth: torch.Tensor, way: str) -> dict[str, Any]:
         return {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
 
 
-def empty_row(shape: Shape, tree: PrefixTree, limits: Limits) -> dict[str, Any]:
+def empty_row(shape: Shape, tree: TreeLevels, limits: Limits) -> dict[str, Any]:
     """A row without a time."""
     return {"shape": shape.name, "batch": batch_name(tree), "sol_us": round(sol_us(shape, tree, limits), 3)}
 
 
 def measured_row(
-    shape: Shape, tree: PrefixTree, limits: Limits, without: Collection[str] = (), device: str = "cuda"
+    shape: Shape, tree: TreeLevels, limits: Limits, without: Collection[str] = (), device: str = "cuda"
 ) -> Iterator[dict[str, Any]]:
     """A row, as far as it is measured. under_way: what comes next. without: ways that are left out. A cache of 8 bits
     is followed by one of 16, for ours."""
@@ -118,7 +118,7 @@ def kernels_of(shapes: Sequence[Shape]) -> list[Shape]:
     return list(kinds.values())
 
 
-def compiled(shape: Shape, trees: Sequence[PrefixTree], device: str = "cuda") -> Iterator[str]:
+def compiled(shape: Shape, trees: Sequence[TreeLevels], device: str = "cuda") -> Iterator[str]:
     """Runs a shape on each batch once, with the plans and the kinds of tensors that are measured later."""
     for tree in trees:
         case = make_case(shape, tree, device, copies=1)

@@ -45,14 +45,14 @@ from benchmarks.workloads.shape_table import (
     us_of,
     why_not,
 )
-from trunkattn.analysis.trees import PrefixTree
+from trunkattn.analysis.trees import TreeLevels
 
 COMPILE_SHARE = 0.5  # of the time, after which the rest is compiled where it is measured
 PATIENCE_SECONDS = 60  # for one way to run a cell
 COMPILE_SECONDS = 150  # for the same, if it may compile all that it needs
 MOST_LOST = 2  # processes that a way may cost, before it is left out
 
-Cell = tuple[Shape, PrefixTree]
+Cell = tuple[Shape, TreeLevels]
 Rows = list[dict[str, Any]]
 
 
@@ -66,7 +66,7 @@ class Results:
         self._rows = {(row["shape"], row["batch"]): row for row in rows}
         self._commit = environment()["commit"]
 
-    def lacks(self, shape: Shape, tree: PrefixTree) -> bool:
+    def lacks(self, shape: Shape, tree: TreeLevels) -> bool:
         """Whether this commit has not measured a cell."""
         row = self._rows.get((shape.name, batch_name(tree)), {})
         return row.get("commit") != self._commit or all(us_of(row, way) is None for way in WAYS)
@@ -86,7 +86,7 @@ class Results:
         write_result(self.name, figures, "triton")
 
 
-def compile_ahead(shapes: Sequence[Shape], trees: Sequence[PrefixTree], jobs: int, until: float) -> set[str]:
+def compile_ahead(shapes: Sequence[Shape], trees: Sequence[TreeLevels], jobs: int, until: float) -> set[str]:
     """Fills the caches of compiled kernels, which all processes share, as far as the time suffices. Returns the names
     of shapes for which that was not done."""
     kinds, done = kernels_of(shapes), set[Shape]()
@@ -147,7 +147,7 @@ class Measurement:
     def is_over(self) -> bool:
         return monotonic() > self._until
 
-    def row_of(self, shape: Shape, tree: PrefixTree, patience: float) -> dict[str, Any]:
+    def row_of(self, shape: Shape, tree: TreeLevels, patience: float) -> dict[str, Any]:
         """One cell. patience: seconds for one way to run it."""
         row = empty_row(shape, tree, self.limits)
         without = self._losses.left_out(shape.name)
@@ -194,7 +194,7 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['shape']}, {row['batch']}: SOL {row['sol_us']}, {', '.join(cells)}"
 
 
-def batch(text: str) -> PrefixTree:
+def batch(text: str) -> TreeLevels:
     """Parses a value of --batches."""
     try:
         return parse_batch(text)
@@ -210,7 +210,7 @@ def named(text: str) -> tuple[Shape, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_pages(parser: argparse.ArgumentParser, shapes: Sequence[Shape], trees: Sequence[PrefixTree]) -> None:
+def check_pages(parser: argparse.ArgumentParser, shapes: Sequence[Shape], trees: Sequence[TreeLevels]) -> None:
     """Checks that whole pages are shared: others cannot be."""
     for shape in shapes:
         for tree in trees:

@@ -12,13 +12,13 @@ from benchmarks.workloads.serving import (
     poisson_arrivals,
 )
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import PrefixTree, parse_tree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, parse_tree, tree_batch
 
 __all__ = [
     "PAT_TREES",
     "AgentRequest",
     "PagedBatch",
-    "PrefixTree",
+    "TreeLevels",
     "agent_batch",
     "agent_requests",
     "batch_of_prefixes",

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.kernels.decode_cases import Shape
-from trunkattn.analysis.trees import PrefixTree
+from trunkattn.analysis.trees import TreeLevels
 
 _FP8: Final = torch.float8_e4m3fn
 
@@ -84,7 +84,7 @@ WAYS: Final = (*OURS, FA3, FLASHINFER, *OURS_BFLOAT16.values())
 Row = Mapping[str, Any]
 
 
-def parse_batch(text: str) -> PrefixTree:
+def parse_batch(text: str) -> TreeLevels:
     """The tree of a batch, written as those above.
 
     Raises:
@@ -97,10 +97,10 @@ def parse_batch(text: str) -> PrefixTree:
     if not (whole and len(found) == len(levels) and found[-1][1] is None):
         raise ValueError(f"batch {text!r}: expected a batch such as '64 x (1024 + 8 groups x 3072 + 256)'")
     nodes = [int(level[1] or 1) for level in found[:-1]]
-    return PrefixTree((*nodes, int(whole[1])), tuple(int(level[2]) for level in found))
+    return TreeLevels((*nodes, int(whole[1])), tuple(int(level[2]) for level in found))
 
 
-def batch_name(tree: PrefixTree) -> str:
+def batch_name(tree: TreeLevels) -> str:
     """The name of a batch, as `parse_batch` reads it."""
     above = zip(tree.nodes[:-1], tree.tokens[:-1], strict=True)
     levels = [f"{nodes} groups x {tokens}" if nodes > 1 else f"{tokens}" for nodes, tokens in above]

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 from trunkattn.ops.merge_states import merge_states
 from trunkattn.reference import latent_attention, paged_attention
 
 from .cases import fraction
 
 LATENT, ROPE, SCALE = 32, 16, 24**-0.5
-SHARED = tree_batch(PrefixTree((1, 3), (48, 7)), 16)
+SHARED = tree_batch(TreeLevels((1, 3), (48, 7)), 16)
 POLICIES = ("auto", "per_query", "relay", "cascade", "pat", "optimal")
 DTYPES: tuple[dict[str, torch.dtype], ...] = (
     {}, {"dtype": torch.bfloat16}, {"dtype": torch.float16},
@@ -85,7 +85,7 @@ def test_trees_of_requests_equal_the_oracle(
     window: int | None,
 ) -> None:
     config = config_of(heads, page_size, **dtypes, **options)
-    tree = PrefixTree(nodes, (*(pages * page_size for _ in nodes[1:]), own))
+    tree = TreeLevels(nodes, (*(pages * page_size for _ in nodes[1:]), own))
     assert_equals_oracle(config, tree_batch(tree, page_size), window)
 
 

@@ -11,7 +11,7 @@ import pytest
 from trunkattn.engine import StructuredOutputsParams
 from trunkattn.engine.form_grammar import grammar_of
 from trunkattn.engine.form_limits import FormLimits
-from trunkattn.engine.form_numbers import part_bounds
+from trunkattn.engine.form_numbers import separate_bounds
 
 BYTES = llguidance.LLTokenizer("byte")
 SMALL = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}
@@ -89,5 +89,5 @@ def test_a_grammar_writes_such_bounds_itself() -> None:
 def test_thousands_of_bounds_are_not_compared_with_one_another() -> None:
     schema = {"anyOf": [{"exclusiveMinimum": place, "maximum": place + 20_000} for place in range(5_000)]}
     began = time.thread_time()
-    assert not part_bounds(schema)
+    assert not separate_bounds(schema)
     assert time.thread_time() - began < 0.5

@@ -14,8 +14,8 @@ from trunkattn.gpu.device_planner.formulas import (
     listed_segments,
     load_ns,
     memory_tokens,
-    share_of,
     step_of,
+    target_of,
     tile_blocks,
 )
 from trunkattn.planner.tiles import cost, layout
@@ -58,7 +58,7 @@ def _scalar_kernel(numbers, out):
     at, to = numbers + 5 * case, out + 5 * case
     a, b, c = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
     stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4))
-    tl.store(to, share_of(a, tl.load(at + 4), b, c))
+    tl.store(to, target_of(a, tl.load(at + 4), b, c))
     tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
@@ -67,10 +67,10 @@ def _scalar_kernel(numbers, out):
 
 
 @triton.jit
-def _vector_kernel(sizes, shares, out, N: tl.constexpr):
+def _vector_kernel(sizes, targets, out, N: tl.constexpr):
     lane = tl.arange(0, N)
-    size, share = tl.load(sizes + lane), tl.load(shares + lane)
-    step = step_of(size, share, 4)
+    size, target = tl.load(sizes + lane), tl.load(targets + lane)
+    step = step_of(size, target, 4)
     tl.store(out + lane, step)
     tl.store(out + N + lane, item_ns(size.to(tl.int64), 3 * size.to(tl.int64), tl.cdiv(size, step), 4, 1340, 1850))
 
@@ -112,7 +112,7 @@ def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
         stage = Stage(np.int64(64), np.int64(1), np.int64(1), c, b, subtiles, private)
         blocks = cost.tile_blocks(a, a + b, stage)
         assert row == [
-            layout.share_of(a, private, b, c),
+            layout.target_of(a, private, b, c),
             cost.listed_segments(a, b, stage),
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),
@@ -121,10 +121,10 @@ def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
 
 def test_formulas_of_vectors_are_equal_in_both_compilers() -> None:
     rng = np.random.default_rng(2)
-    sizes, shares = rng.integers(0, 300, CASES), rng.integers(1, 60, CASES)
+    sizes, targets = rng.integers(0, 300, CASES), rng.integers(1, 60, CASES)
     found = torch.zeros(2, CASES, dtype=torch.int64)
-    _vector_kernel[(1,)](torch.from_numpy(sizes), torch.from_numpy(shares), found, N=CASES)
-    for size, share, step, ns in zip(sizes, shares, *found.tolist(), strict=True):
-        assert step == layout.step_of(size, share, 4)
+    _vector_kernel[(1,)](torch.from_numpy(sizes), torch.from_numpy(targets), found, N=CASES)
+    for size, target, step, ns in zip(sizes, targets, *found.tolist(), strict=True):
+        assert step == layout.step_of(size, target, 4)
         if size:
             assert ns == cost.item_ns(size, 3 * size, (size + step - 1) // step, 4, 1340, 1850)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import tree_batch
-from trunkattn.analysis.trees import PrefixTree
+from trunkattn.analysis.trees import TreeLevels
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner import batch_invariant as device_planner
 from trunkattn.gpu.tiles import GpuTile
@@ -49,7 +49,7 @@ def random_batch(seed: int, page_size: int, window: int) -> StepTables:
     levels = [(1, int(pages[0]) * page_size), (min(requests, int(rng.integers(1, 4))), int(pages[1]) * page_size)]
     levels = [level for level in levels if level[1]] + [(requests, last)]
     nodes, tokens = (tuple(each) for each in zip(*levels, strict=True))
-    batch = tree_batch(PrefixTree(nodes, tokens), page_size, row_seed=seed, page_seed=seed)
+    batch = tree_batch(TreeLevels(nodes, tokens), page_size, row_seed=seed, page_seed=seed)
     lens = (batch.seq_lens - rng.integers(0, last - 4, requests)).astype(np.int32)
     query_lens = np.where(rng.random(requests) < 0.3, rng.integers(0, 5, requests), 1)
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
@@ -156,7 +156,7 @@ def test_a_query_is_computed_alike_in_any_batch(seed: int, group: int, page_size
 
 def test_whole_spans_are_read_once() -> None:
     rule = invariant_rule(4, 16)
-    tree = tree_batch(PrefixTree((1, 8), (2 * SPAN_TOKENS + 16, 40)), 16)
+    tree = tree_batch(TreeLevels((1, 8), (2 * SPAN_TOKENS + 16, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(9, dtype=np.int32), UNLIMITED)
     tiles = host_list(rule, batch)
     assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * SPAN_TOKENS + 8 * 56
@@ -211,7 +211,7 @@ def test_a_full_plan_of_more_query_tokens_than_a_cta_handles_at_once(monkeypatch
     than the batch has."""
     monkeypatch.setattr(device_planner, "_BLOCK", 4)
     rule = invariant_rule(4, 16)
-    tree = tree_batch(PrefixTree((1, 2, 14), (SPAN_TOKENS, SPAN_TOKENS, 40)), 16)
+    tree = tree_batch(TreeLevels((1, 2, 14), (SPAN_TOKENS, SPAN_TOKENS, 40)), 16)
     starts = np.cumsum([0, 1, 3, *[1] * 8, 2, 1, 1, 1], dtype=np.int32)
     batch = StepTables(tree.block_table, tree.seq_lens, starts, UNLIMITED)
     host = host_list(rule, batch)
@@ -227,7 +227,7 @@ def test_a_full_plan_of_more_query_tokens_than_a_cta_handles_at_once(monkeypatch
 
 def test_limits_are_flagged() -> None:
     rule = invariant_rule(4, 16)
-    tree = tree_batch(PrefixTree((1, 4), (SPAN_TOKENS, 40)), 16)
+    tree = tree_batch(TreeLevels((1, 4), (SPAN_TOKENS, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(5, dtype=np.int32), UNLIMITED)
     roomy = invariant_limits(6, 2 * SPAN_TOKENS, rule.segment_size)
     messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial states"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trunkattn import AttentionConfig, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H100
 from trunkattn.gpu.kernel import Work, choose, kernels_of, refusals
@@ -31,7 +31,7 @@ from .kernel_cases import CPU, make_card
 pytestmark = pytest.mark.slow
 
 LATENT, ROPE, SCALE = 32, 16, 24**-0.5
-TREE = PrefixTree((1, 2, 6), (32, 16, 9))
+TREE = TreeLevels((1, 2, 6), (32, 16, 9))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,7 +110,7 @@ def test_trees_of_requests_equal_the_oracle(
 ) -> None:
     config = config_of(heads, page_size, batch_invariant=invariant)
     shared = -(-20 // page_size) * page_size
-    batch = tree_batch(PrefixTree(nodes, (*(shared for _ in nodes[1:]), own)), page_size, page_seed=1)
+    batch = tree_batch(TreeLevels(nodes, (*(shared for _ in nodes[1:]), own)), page_size, page_seed=1)
     assert_equals_oracle(GpuBackend(config, CPU), batch, window)
 
 
@@ -128,7 +128,7 @@ def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str, h
 def test_one_plan_of_fixed_size_serves_batches_of_any_shape() -> None:
     backend = GpuBackend(config_of(12), CPU, Capacity(8, 8, max_pages_per_request=8, num_pages=200))
     step, launches = None, set()
-    for tree in (TREE, PrefixTree((5,), (70,)), PrefixTree((1, 8), (64, 3))):
+    for tree in (TREE, TreeLevels((5,), (70,)), TreeLevels((1, 8), (64, 3))):
         step = assert_equals_oracle(backend, tree_batch(tree, 16, page_seed=2), into=step)
         launches.add(step.gpu_plan.launches)
     assert len(launches) == 1
@@ -206,7 +206,7 @@ def test_where_the_fast_kernel_cannot_read_a_layer_the_portable_one_reads_the_sa
     facts = make_card(model=H100).facts
     backend, batch = (
         GpuBackend(config, CPU, facts=facts._replace(num_sms=132)),
-        tree_batch(PrefixTree((1, 5), (64, 9)), 64),
+        tree_batch(TreeLevels((1, 5), (64, 9)), 64),
     )
     q, cache = tensors_of(config, batch)
     step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
@@ -289,6 +289,6 @@ def test_an_h100_takes_the_tiling_that_was_fastest_there(
     heads: int, nodes: tuple[int, ...], tokens: tuple[int, ...], policy: str
 ) -> None:
     backend = GpuBackend(deepseek(heads=heads), CPU, facts=make_card(model=H100).facts)
-    batch = tree_batch(PrefixTree(nodes, tokens), 64)
+    batch = tree_batch(TreeLevels(nodes, tokens), 64)
     step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
     assert step.stats().policy == policy

@@ -16,7 +16,7 @@ from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.attention import Plan
 from trunkattn.config import Capacity
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.gpu.cards import H200, Card, GpuFacts, OverlapTimes, Shares, card_of
+from trunkattn.gpu.cards import H200, Card, GpuFacts, OverlapTimes, Speeds, card_of
 from trunkattn.gpu.kernel import Work, kernels_of
 from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.gpu.portable import decode, prefill
@@ -39,12 +39,12 @@ DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
 MIXED = replace(DECODES, query_lens=np.array([1, 70, 1, 0, 3, 1, 40, 2, 1], np.int32))
 
 
-def times_of(flops_per_ns: int, narrow: Shares, wide: Shares | None = None, item_ns: int = 0) -> OverlapTimes:
+def times_of(flops_per_ns: int, narrow: Speeds, wide: Speeds | None = None, item_ns: int = 0) -> OverlapTimes:
     """wide: None: as narrow."""
     return OverlapTimes(flops_per_ns, narrow, wide or narrow, 1000, item_ns, fixed_ns=5000, reads_percent=50)
 
 
-TIMES = times_of(600_000, Shares(80, 50))
+TIMES = times_of(600_000, Speeds(80, 50))
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_auto_where_nothing_is_gained(hopper: None) -> None:
     executor = make_executor(replace(CONFIG, execution="auto"))
     planner = executor._planner
     assert planner.overlap is not None
-    planner.overlap = replace(planner.overlap, times=times_of(1000, Shares(10, 1)))
+    planner.overlap = replace(planner.overlap, times=times_of(1000, Speeds(10, 1)))
     step = plan(executor, MIXED)
     assert overlapped_items(step) == (0, 0) and "one after the other" in step.stats().reason
     assert_right(executor, step, MIXED)
@@ -284,7 +284,7 @@ def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> No
 @pytest.mark.parametrize("queries, decode_percent", [(1, 50), (2, 50), (3, 25), (4, 25)])
 def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percent: int) -> None:
     """Of 4 rows a query: 8 rows and more. 10 items of 16 blocks on 8 heads, 700 ns each besides, behind no chunk."""
-    times = times_of(600_000, Shares(80, 50), Shares(80, 25), item_ns=700)
+    times = times_of(600_000, Speeds(80, 50), Speeds(80, 25), item_ns=700)
     overlap, tiles = replace(make_overlap_of_eight_heads(), times=times), listed([64] * 10)
     tiles.items[:, 4] = queries
     decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
@@ -365,7 +365,7 @@ def test_a_gain_within_the_error_of_the_prediction_is_not_worth_it(hopper: None)
 
 
 def test_the_time_of_chunks_is_close_to_what_was_measured(hopper: None) -> None:
-    overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Shares(83, 50)), num_sms=132)
+    overlap = replace(make_overlap_of_eight_heads(), times=times_of(580_000, Speeds(83, 50)), num_sms=132)
     table = np.zeros((1, 1024), np.int32)
 
     def us(tokens: int, context: int, window: int = UNLIMITED) -> float:
@@ -397,7 +397,7 @@ def test_any_mix_of_decodes_and_chunks_equals_the_oracle(
     executor = make_executor(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
     planner = executor._planner
     assert planner.overlap is not None
-    planner.overlap = replace(planner.overlap, times=times_of(flops_per_ns, Shares(99, 99)), forced=True)
+    planner.overlap = replace(planner.overlap, times=times_of(flops_per_ns, Speeds(99, 99)), forced=True)
     step = plan(executor, batch, window=UNLIMITED if window is None else window)
     step.check()
     if step.num_query_tokens:

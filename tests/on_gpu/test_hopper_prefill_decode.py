@@ -12,7 +12,7 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.trees import parse_tree, tree_batch
-from trunkattn.gpu.cards import Card, GpuFacts, OverlapTimes, Shares, card_of
+from trunkattn.gpu.cards import Card, GpuFacts, OverlapTimes, Speeds, card_of
 from trunkattn.gpu.hopper.spec import BOTH_NARROW_ROWS
 from trunkattn.reference import paged_attention
 
@@ -132,7 +132,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch, times: OverlapTimes, family: bool
 @pytest.fixture
 def all_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """All decodes overlap the chunks, as if those took so long."""
-    times = OverlapTimes(1000, Shares(80, 50), Shares(80, 50), 1000, 0, 0, 0)
+    times = OverlapTimes(1000, Speeds(80, 50), Speeds(80, 50), 1000, 0, 0, 0)
     set_times(monkeypatch, times)
 
 
@@ -220,7 +220,7 @@ def test_every_row_is_as_in_serial(launched: list[int]) -> None:
 @pytest.mark.parametrize("gains", [True, False])
 def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
     percent = 100 if gains else 50
-    times = OverlapTimes(600_000, Shares(percent, percent), Shares(percent, percent), 1000, 0, 0, 0)
+    times = OverlapTimes(600_000, Speeds(percent, percent), Speeds(percent, percent), 1000, 0, 0, 0)
     set_times(monkeypatch, times)
     plan = check(GOOD, mixed())
     assert bool(launched) == (num_overlapped(plan) > 0) == (gains and hopper())
@@ -237,7 +237,7 @@ def test_sinks_and_soft_caps(
     heads: tuple[int, int],
     window: int | None,
 ) -> None:
-    times = OverlapTimes(600_000, Shares(100, 100), Shares(100, 100), 1000, 0, 0, 0)
+    times = OverlapTimes(600_000, Speeds(100, 100), Speeds(100, 100), 1000, 0, 0, 0)
     set_times(monkeypatch, times, family=True)
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], **options)
     plan = check(config, mixed(several=window is not None), window=window)

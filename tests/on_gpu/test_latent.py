@@ -10,7 +10,7 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import PrefixTree, tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 from trunkattn.gpu import attention as gpu_attention
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
@@ -19,8 +19,8 @@ from trunkattn.reference import latent_attention
 
 pytestmark = pytest.mark.gpu
 SCALE = 192**-0.5
-SHARED, APART = PrefixTree((1, 2, 9), (384, 128, 77)), PrefixTree((5,), (700,))
-MANY = PrefixTree((6,), (150,))
+SHARED, APART = TreeLevels((1, 2, 9), (384, 128, 77)), TreeLevels((5,), (700,))
+MANY = TreeLevels((6,), (150,))
 HOPPER_CACHES = (None, torch.float8_e4m3fn)  # what the Hopper kernel reads, None for 16 bits
 
 
@@ -76,7 +76,7 @@ def check(
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("heads", [8, 12, 16, 20, 64, 96, 128])
 @pytest.mark.parametrize("tree", [SHARED, APART], ids=str)
-def test_decodes_equal_the_oracle(tree: PrefixTree, heads: int, page_size: int, kv_dtype: torch.dtype | None) -> None:
+def test_decodes_equal_the_oracle(tree: TreeLevels, heads: int, page_size: int, kv_dtype: torch.dtype | None) -> None:
     check(config_of(heads, page_size, kv_dtype=kv_dtype), tree_batch(tree, page_size, page_seed=1))
 
 
@@ -164,10 +164,10 @@ def test_one_graph_serves_batches_that_are_planned_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("heads", "page_size", "tree", "kv_dtype"),
     [
-        (16, 16, PrefixTree((1, 4, 20), (96, 48, 40)), None),
-        (12, 64, PrefixTree((1, 9), (320, 77)), None),
+        (16, 16, TreeLevels((1, 4, 20), (96, 48, 40)), None),
+        (12, 64, TreeLevels((1, 9), (320, 77)), None),
         (128, 64, MANY, None),
-        (12, 16, PrefixTree((1, 9), (320, 77)), torch.float8_e4m3fn),
+        (12, 16, TreeLevels((1, 9), (320, 77)), torch.float8_e4m3fn),
         (128, 64, MANY, torch.float8_e4m3fn),
     ],
     ids=["three levels", "groups of 12", "several items a CTA", "8 bits", "several items of 8 bits a CTA"],
@@ -176,7 +176,7 @@ def test_for_the_sanitizer(
     monkeypatch: pytest.MonkeyPatch,
     heads: int,
     page_size: int,
-    tree: PrefixTree,
+    tree: TreeLevels,
     kv_dtype: torch.dtype | None,
     query_len: int,
 ) -> None:

@@ -16,7 +16,7 @@ from .tile_cases import cases, make_rule, tile
 
 
 @pytest.mark.parametrize(
-    ("total", "num_tiles", "num_splits", "block_segments", "share"),
+    ("total", "num_tiles", "num_splits", "block_segments", "target"),
     [
         (100, 3, 10, 4, 12),  # 9 items, 3 of each tile
         (100, 10, 10, 4, 10),
@@ -26,17 +26,19 @@ from .tile_cases import cases, make_rule, tile
         (100, 3, 0, 4, 101),  # no tile is cut
     ],
 )
-def test_the_share_of_an_item(total: int, num_tiles: int, num_splits: int, block_segments: int, share: int) -> None:
-    assert tiles.share_of(total, num_tiles, num_splits, block_segments) == share
+def test_the_segments_that_an_item_should_have(
+    total: int, num_tiles: int, num_splits: int, block_segments: int, target: int
+) -> None:
+    assert tiles.target_of(total, num_tiles, num_splits, block_segments) == target
 
 
 @pytest.mark.parametrize(
-    ("size", "share", "step"),
+    ("size", "target", "step"),
     [(14, 10, 16), (15, 10, 8), (24, 10, 12), (25, 10, 12), (26, 10, 12), (10, 101, 12), (0, 10, 1)],
 )
-def test_a_tile_is_cut_into_the_nearest_number_of_shares(size: int, share: int, step: int) -> None:
+def test_a_tile_is_cut_into_the_nearest_number_of_targets(size: int, target: int, step: int) -> None:
     """In blocks of 4 segments."""
-    assert tiles.step_of(size, share, 4) == step
+    assert tiles.step_of(size, target, 4) == step
 
 
 def test_equally_long_items_stay_in_the_order_of_the_requests() -> None:
@@ -64,7 +66,7 @@ def test_full_segments_behind_one_that_a_window_cuts_are_masked() -> None:
 
 
 def test_an_item_holds_only_queries_that_read_some_of_it() -> None:
-    """Four requests in one tile of 8 segments, cut into 3 items. Their window hides what they share two by two."""
+    """Four requests in one tile of 8 segments, cut into 3 items. Their window hides what they target two by two."""
     batch = make_batch([[1, 3, 4], [1, 5, 6], [2, 7, 8], [2, 9, 10]], seq_lens=[12] * 4, window=6)
     forest = forest_of(batch, 4)
     entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)

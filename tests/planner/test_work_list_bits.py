@@ -90,7 +90,7 @@ class Gpu:
         self.attention = GpuBackend(config, torch.device("cpu"), self.capacity, facts=facts)
         planner = self.attention._planner
         self.rule, self.chunks, self.overlap = planner.rule, self.attention._chunks, planner.overlap
-        self.forests = planner._parts.forests
+        self.forests = planner._setting.forests
         self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
         self.step = TiledStep(self.rule, self.forests.forest(self.batch)[0], self.batch)
         self.times = self.step.predict()

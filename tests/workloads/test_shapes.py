@@ -26,7 +26,7 @@ from benchmarks.kernels.decode_cases import (
 from benchmarks.lib import report
 from benchmarks.lib.subprocesses import Apart, Lost
 from benchmarks.peers.gpu_kernels import Case, Features, flash_attention_3
-from benchmarks.workloads import PrefixTree, tree_batch
+from benchmarks.workloads import TreeLevels, tree_batch
 from benchmarks.workloads.shape_table import (
     BATCHES,
     SHAPES,
@@ -255,7 +255,7 @@ def test_what_is_compiled_is_every_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     ran = []
 
     def fake(case: Case, fixed: bool) -> tuple[Any, None]:
-        return lambda copy: ran.append((batch_name(PrefixTree(*zip(*case.levels, strict=True))), fixed)), None
+        return lambda copy: ran.append((batch_name(TreeLevels(*zip(*case.levels, strict=True))), fixed)), None
 
     monkeypatch.setattr(shape_cells, "ours", fake)
     trees = [SMALL, parse_batch("3 x (20)")]

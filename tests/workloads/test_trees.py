@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.workloads import PAT_TREES, PrefixTree, parse_tree, tree_batch
+from benchmarks.workloads import PAT_TREES, TreeLevels, parse_tree, tree_batch
 
 
 @pytest.mark.parametrize("text", PAT_TREES)
@@ -76,7 +76,7 @@ def test_text_that_is_no_tree_is_refused(text: str) -> None:
 
 
 def test_a_shared_level_that_cannot_fill_pages_is_refused() -> None:
-    tree = PrefixTree(nodes=(1, 4), tokens=(40, 32))
+    tree = TreeLevels(nodes=(1, 4), tokens=(40, 32))
     with pytest.raises(ValueError, match=r"page_size=16: expected a divisor .* 1,4_40,32"):
         tree_batch(tree, 16)
     with pytest.raises(ValueError, match="page_size=0: expected an integer of at least 1"):

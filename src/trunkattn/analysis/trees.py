@@ -17,7 +17,7 @@ MOST_TOKENS: Final = 1 << 30
 
 
 @dataclass(frozen=True)
-class PrefixTree:
+class TreeLevels:
     """A forest by levels, trunks first. Every node of the last level is one request.
 
     Attributes:
@@ -63,7 +63,7 @@ class PrefixTree:
         return sum(nodes * tokens for nodes, tokens in zip(self.nodes, self.tokens, strict=True))
 
 
-def parse_tree(text: str) -> PrefixTree:
+def parse_tree(text: str) -> TreeLevels:
     """Reads `nodes per level _ tokens per level`, as in `1,4,256_32,256,32`.
 
     Raises:
@@ -74,11 +74,11 @@ def parse_tree(text: str) -> PrefixTree:
         nodes, tokens = (tuple(int(number) for number in half.split(",")) for half in halves)
     except ValueError:
         raise ValueError(f"tree {text!r}: expected a tree such as '1,4,256_32,256,32'") from None
-    return PrefixTree(nodes, tokens)
+    return TreeLevels(nodes, tokens)
 
 
 def tree_batch(
-    tree: PrefixTree, page_size: int, *, row_seed: int | None = None, page_seed: int | None = None
+    tree: TreeLevels, page_size: int, *, row_seed: int | None = None, page_seed: int | None = None
 ) -> PagedBatch:
     """A decode batch with one query token per request of the tree.
 

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from trunkattn.engine.form_ends import check_ends
 from trunkattn.engine.form_limits import FormLimits, check_form, check_size, schemas_within
-from trunkattn.engine.form_numbers import part_bounds
+from trunkattn.engine.form_numbers import separate_bounds
 from trunkattn.engine.form_schema import explain, rewrite
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.names import install_command
@@ -70,7 +70,7 @@ def _rules_of(form: StructuredOutputsParams, schema: Any) -> FormGrammar:
     """The form in llguidance's Lark syntax."""
     if form.json is not None:
         rewrite(schema)
-        part_bounds(schema)
+        separate_bounds(schema)
         check_ends(schema)
         return FormGrammar("json", form.json, f"start: %json {json.dumps(schema)}", schema)
     if form.json_object:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
-from trunkattn.engine.form_numbers import check_numbers, part_bounds
+from trunkattn.engine.form_numbers import check_numbers, separate_bounds
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 
 # No two of its parts can match the same space, so that its time is linear in the text.
@@ -226,7 +226,7 @@ def _check_grammar(grammar: str, limits: FormLimits) -> None:
     _at_most("grammar", longest_chain(graph), limits.max_chain, "rules that name one another in a row")
     for schema in schemas_within(grammar):
         _check_schema(schema, limits)
-        if part_bounds(schema):
+        if separate_bounds(schema):
             raise ValueError(
                 "structured_outputs.grammar: a schema in it has an integer as exclusiveMinimum or exclusiveMaximum, "
                 "less than 1 before another bound: expected minimum or maximum there, because llguidance would allow "

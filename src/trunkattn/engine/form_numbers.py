@@ -46,10 +46,12 @@ def check_numbers(schema: Any) -> None:
                 )
 
 
-def part_bounds(schema: Any) -> bool:
-    """Writes a strict bound that is an integer as the next number, where another bound lies less than 1 beyond it:
-    llguidance would allow the integer. Any two of a schema may meet in one number, by its references. Returns whether
-    there were some."""
+def separate_bounds(schema: Any) -> bool:
+    """Replaces strict bounds that llguidance would not keep: with `exclusiveMinimum` 1 and `maximum` 1.5 it allows 1.
+
+    Such a bound is an integer, and a bound of the other side lies less than 1 beyond it. It becomes a plain bound, a
+    number just beyond the integer. All bounds of the schema are compared with each other, because references can make
+    any two of them hold for one number. Returns whether a bound was replaced."""
     found, changed = [part for _, part in parts(schema)], False
     for strict, plain, others, sign in _SIDES:
         ends = sorted(part[name] for part in found for name in others if _is_number(part.get(name)))

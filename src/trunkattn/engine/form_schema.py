@@ -38,32 +38,32 @@ _INSTEAD: Final = MappingProxyType(
 )
 
 
-class Path(NamedTuple):
-    """The place of a part of a schema: the path of the object or list that contains it, and its key there."""
+class Place(NamedTuple):
+    """The place of a part of a schema: that of the object or list which contains it, and its key there."""
 
-    above: Optional["Path"]
+    above: Optional["Place"]
     key: str | int
 
     def __str__(self) -> str:
-        """The path as a JSON pointer, such as "#/properties/name"."""
-        keys, path = list[str](), Path(self, "")
-        while path.above is not None:
-            path = path.above
-            keys.append(str(path.key)[:_LONGEST_KEY].replace("~", "~0").replace("/", "~1"))
+        """The place as a JSON pointer, such as "#/properties/name"."""
+        keys, place = list[str](), Place(self, "")
+        while place.above is not None:
+            place = place.above
+            keys.append(str(place.key)[:_LONGEST_KEY].replace("~", "~0").replace("/", "~1"))
         return "/".join(reversed(keys))
 
 
-def parts(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+def parts(schema: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The schema and every part of it that is a schema, each with its place."""
-    waiting: list[tuple[Path, Any, bool]] = [(Path(None, "#"), schema, False)]  # the last: keys are names
+    waiting: list[tuple[Place, Any, bool]] = [(Place(None, "#"), schema, False)]  # the last: keys are names
     while waiting:
-        path, value, has_names = waiting.pop()
+        place, value, has_names = waiting.pop()
         is_schema = isinstance(value, dict) and not has_names
         if is_schema:
-            yield path, value
+            yield place, value
         pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         within = [
-            (Path(path, key), inner, is_schema and key in NAMED)
+            (Place(place, key), inner, is_schema and key in NAMED)
             for key, inner in pairs
             if isinstance(inner, dict | list) and not (is_schema and key in DATA)
         ]

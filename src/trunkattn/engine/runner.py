@@ -21,7 +21,7 @@ from trunkattn.kv_cache.tensors import KVCache
 # Size of the plans that compile the planner. Four rows are enough for two chunks and two decodes that share pages.
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 4, 256
 
-PROBE_TOKENS = 2  # of a step that shows whether the model's steps work
+TRIAL_TOKENS = 2  # of a step that shows whether the model's steps work
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ModelRunner:
     def try_step(self) -> None:
         """Runs the model on two tokens that write no KV, and drops the result: what fails here fails in every step."""
         capacity = self._attention.capacity
-        num_tokens = min(PROBE_TOKENS, capacity.max_query_tokens if capacity else PROBE_TOKENS)
+        num_tokens = min(TRIAL_TOKENS, capacity.max_query_tokens if capacity else TRIAL_TOKENS)
         self._plan(np.zeros_like(self._block_table[:1]), np.array([num_tokens]), np.array([0, num_tokens]))
         has_chunks = any(plan.num_chunks for plan in self._plans.values())
         positions = np.arange(num_tokens)

@@ -35,7 +35,7 @@ def facts_of(device: "torch.device") -> GpuFacts:
     return GpuFacts(properties.name, properties.multi_processor_count, capability, properties.L2_cache_size)
 
 
-class Shares(NamedTuple):
+class Speeds(NamedTuple):
     """Speed of prompt chunks and of decodes while one kernel computes both, in percent of their speed if it computes
     only one of them."""
 
@@ -58,8 +58,8 @@ class OverlapTimes:
     """
 
     flops_per_ns: int
-    narrow: Shares
-    wide: Shares
+    narrow: Speeds
+    wide: Speeds
     block_ns: int
     item_ns: int
     fixed_ns: int
@@ -178,8 +178,8 @@ H100: Final = CardModel(
     runs_hopper_kernels=True,
     overlap=OverlapTimes(
         flops_per_ns=585_000,
-        narrow=Shares(80, 87),
-        wide=Shares(83, 78),
+        narrow=Speeds(80, 87),
+        wide=Speeds(83, 78),
         block_ns=1352,
         item_ns=1130,
         fixed_ns=14_400,
@@ -213,8 +213,8 @@ H200: Final = CardModel(
     pads_heads=True,
     overlap=OverlapTimes(
         flops_per_ns=544_000,
-        narrow=Shares(90, 68),
-        wide=Shares(84, 56),
+        narrow=Speeds(90, 68),
+        wide=Speeds(84, 56),
         block_ns=1030,
         item_ns=1400,
         fixed_ns=8300,

@@ -59,7 +59,7 @@ class StepPlanner(Protocol):
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Setting:
     """What all step planners have in common. forests: the planner that makes prefix forests and packs."""
 
     config: AttentionConfig
@@ -84,24 +84,24 @@ class _Parts:
 class TilePlanner:
     """Tilings of the prefix forest: the candidate of least predicted time."""
 
-    def __init__(self, parts: _Parts, overlap: Overlap | None, has_chunks: bool) -> None:
+    def __init__(self, setting: _Setting, overlap: Overlap | None, has_chunks: bool) -> None:
         """Makes a planner. has_chunks: prompt chunks have their own kernel and use the partial slots that tiles
         leave."""
-        self.rule, self.overlap, self._parts = parts.rule, overlap, parts
+        self.rule, self.overlap, self._setting = setting.rule, overlap, setting
         limits_of = tile_limits if has_chunks else tiling_limits
-        self.limits = limits_of(parts.rule, parts.capacity) if parts.capacity else None
-        self.on_device = parts.twin(self.limits)
+        self.limits = limits_of(setting.rule, setting.capacity) if setting.capacity else None
+        self.on_device = setting.twin(self.limits)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        forest, batch = self._parts.forest(batch)
+        forest, batch = self._setting.forest(batch)
         step = TiledStep(self.rule, forest, batch, self.limits)
-        choice = choose_step(step, self._parts.card.description, self.overlap, chunks)
+        choice = choose_step(step, self._setting.card.description, self.overlap, chunks)
         return HostTiles(batch, step.emit(choice.tiling), choice)
 
     def forget(self) -> None:
         """Forgets the last batch."""
-        self._parts.forests.forget()
+        self._setting.forests.forget()
 
 
 class InvariantPlanner:
@@ -109,21 +109,21 @@ class InvariantPlanner:
 
     overlap = None
 
-    def __init__(self, parts: _Parts) -> None:
-        self.rule, self._parts, self.limits = parts.rule, parts, None
-        if parts.capacity:
-            tokens = parts.capacity.max_pages_per_request * parts.config.page_size
-            self.limits = invariant_limits(parts.capacity.max_query_tokens, tokens, parts.rule.segment_size)
-        self.on_device = parts.twin(self.limits)
+    def __init__(self, setting: _Setting) -> None:
+        self.rule, self._setting, self.limits = setting.rule, setting, None
+        if setting.capacity:
+            tokens = setting.capacity.max_pages_per_request * setting.config.page_size
+            self.limits = invariant_limits(setting.capacity.max_query_tokens, tokens, setting.rule.segment_size)
+        self.on_device = setting.twin(self.limits)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        forest, batch = self._parts.forest(batch)
+        forest, batch = self._setting.forest(batch)
         return HostTiles(batch, invariant_list(self.rule, forest, batch), BATCH_INVARIANT)
 
     def forget(self) -> None:
         """Forgets the last batch."""
-        self._parts.forests.forget()
+        self._setting.forests.forget()
 
 
 class PackPlanner:
@@ -132,24 +132,24 @@ class PackPlanner:
     overlap = None
     on_device = None
 
-    def __init__(self, parts: _Parts) -> None:
-        self.rule, self._parts, self.limits = parts.rule, parts, None
-        config, capacity = parts.config, parts.capacity
+    def __init__(self, setting: _Setting) -> None:
+        self.rule, self._setting, self.limits = setting.rule, setting, None
+        config, capacity = setting.config, setting.capacity
         if capacity:
             tokens = capacity.max_pages_per_request * config.page_size
             num_partials = -(-tokens // PACK_SPAN_TOKENS) + 1 if config.batch_invariant else 0
-            self.limits = tile_limits(parts.rule, capacity, num_partials)
+            self.limits = tile_limits(setting.rule, capacity, num_partials)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        planned = self._parts.forests.plan(batch)
+        planned = self._setting.forests.plan(batch)
         batch = StepTables(planned.batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window)
         tile_list = tile_work(self.rule, planned.work, batch, planned.spec.rule.fixed_chunk)
         return HostTiles(batch, tile_list, PackingChoice(planned.policy, planned.reason))
 
     def forget(self) -> None:
         """Forgets the last batch."""
-        self._parts.forests.forget()
+        self._setting.forests.forget()
 
 
 def make_step_planner(
@@ -163,10 +163,10 @@ def make_step_planner(
     forests = make_planner(packing, gpu_device(card.num_sms, kernels.tiles[-1].block_m))
     in_order = capacity is None or (is_tiled and config.execution != "streams")
     rule = make_rule(config, kernels.tiles, card, forests.spec.model, may_fuse=in_order)
-    parts = _Parts(config=config, card=card, device=device, capacity=capacity, forests=forests, rule=rule)
+    setting = _Setting(config=config, card=card, device=device, capacity=capacity, forests=forests, rule=rule)
     if is_tiled:
-        return TilePlanner(parts, make_overlap(config, kernels, card, rule), has_chunks=kernels.prefill is not None)
-    return InvariantPlanner(parts) if has_spans else PackPlanner(parts)
+        return TilePlanner(setting, make_overlap(config, kernels, card, rule), has_chunks=kernels.prefill is not None)
+    return InvariantPlanner(setting) if has_spans else PackPlanner(setting)
 
 
 def make_rule(

@@ -32,7 +32,7 @@ from trunkattn.compiled import njit
 ROOT: Final = -1  # parent of a node without one
 _EMPTY: Final = -1
 _TOP: Final = 0  # while a forest is built, all of its trees hang below this node, which holds no column
-_COMPARED: Final = 64  # columns that are compared at once
+_COLUMNS_AT_ONCE: Final = 64  # columns that are compared at once
 _MIN_BUCKETS: Final = 4
 _BUCKETS_PER_ROW: Final = 4  # a row adds at most two children, so the hash table stays half empty
 
@@ -154,8 +154,8 @@ def _same(table, row_a, row_b, col, width):
 def _num_common(table, row_a, row_b, most):
     """The number of leading columns, at most `most`, in which two rows have the same pages."""
     col = np.int64(0)
-    while col + _COMPARED <= most and _same(table, row_a, row_b, col, _COMPARED):
-        col += _COMPARED
+    while col + _COLUMNS_AT_ONCE <= most and _same(table, row_a, row_b, col, _COLUMNS_AT_ONCE):
+        col += _COLUMNS_AT_ONCE
     while col < most and table[row_a, col] == table[row_b, col]:
         col += 1
     return col

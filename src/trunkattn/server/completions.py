@@ -153,7 +153,7 @@ class Completion:
         echo = self._echoed[prompt] if self._echoed and piece.begins else ""
         logprobs = None
         if answer.logprobs is not None:
-            places = Places(self._service.tokenization.token_bytes, self._hidden, piece.offsets, pause)
+            places = LogprobLists(self._service.tokenization.token_bytes, self._hidden, piece.offsets, pause)
             if self._echoed and piece.begins:
                 places.add(output.prompt_token_ids, output.prompt_logprobs or [], echo)
             new = range(piece.first_token, len(answer.token_ids))
@@ -191,8 +191,8 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-class Places:
-    """Log-probabilities of tokens in a row, as the API shapes them.
+class LogprobLists:
+    """Log-probabilities of consecutive tokens as four lists, as the API shapes them.
 
     Args:
         token_bytes: what each token writes.

@@ -135,7 +135,7 @@ class EngineLoop:
     def call(self, function: Callable[[Engine], None]) -> None:
         """Calls a function with the engine, between two steps, on the engine's thread. From any thread. What it raises
         goes into the log."""
-        self._commands.put(lambda: self._look(function))
+        self._commands.put(lambda: self._call_safely(function))
 
     async def stream(self, submission: Submission) -> AsyncGenerator[RequestOutput, None]:
         """The request's output so far, whenever it has grown; the last one is finished.
@@ -195,11 +195,11 @@ class EngineLoop:
                 self._take_commands()
                 if not self._stopping and self.engine.has_unfinished:
                     self._step()
-                self._let_watch()
+                self._watch_if_due()
         finally:  # nobody may wait for an answer that never comes
             message = "the server is shutting down" if self._stopping else "the engine has stopped"
             self._stopping = True
-            self._take_left()
+            self._take_all_commands()
             self._fail_all(EngineFailed(message))
 
     def _take_commands(self) -> None:
@@ -218,7 +218,7 @@ class EngineLoop:
                     return
                 command = self._commands.get_nowait()
 
-    def _take_left(self) -> None:
+    def _take_all_commands(self) -> None:
         """Runs all commands that came during the last step."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -261,14 +261,14 @@ class EngineLoop:
             self.engine.abort_request(request_id)
         self._inboxes.clear()
 
-    def _let_watch(self) -> None:
+    def _watch_if_due(self) -> None:
         now = time.monotonic()
         if self._watch is not None and now - self._last_watch_s >= _WATCH_INTERVAL_S:
             self._last_watch_s = now
-            self._look(self._watch)
+            self._call_safely(self._watch)
 
-    def _look(self, function: Callable[[Engine], None]) -> None:
-        """Calls a function that only looks at the engine: what it raises ends nobody's answer."""
+    def _call_safely(self, function: Callable[[Engine], None]) -> None:
+        """Calls a function that only looks at the engine: what it raises goes into the log and ends nobody's answer."""
         try:
             function(self.engine)
         except Exception:

@@ -22,7 +22,7 @@ PROMPT_FIELDS = ("messages", "prompt", "input", "text", "input_ids", "prompt_tok
 NO_BLOCKS = 16  # tokens per block where only the length of a prompt is known
 
 
-class Outcome(NamedTuple):
+class ResponseFacts(NamedTuple):
     """What a response says of its tokens and answers. num_output_tokens and answer are those of one answer."""
 
     num_prompt_tokens: int | None
@@ -66,7 +66,7 @@ def prompt_of_length(name: str, value: Any) -> Hashes:
     return Hashes(np.zeros(0, dtype=np.int64), NO_BLOCKS, integer(name, value, 1))
 
 
-def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outcome:
+def facts_of_response(response: Any, num_prompts: int = 1, num_asked: int = 1) -> ResponseFacts:
     """Token counts and the answer, from a response's body, from the pieces of a streamed response, or from a text.
 
     Args:
@@ -77,7 +77,7 @@ def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outco
     if isinstance(response, list) and any(isinstance(piece, Mapping) and "choices" in piece for piece in response):
         response = _joined([piece for piece in response if isinstance(piece, Mapping)])
     if not isinstance(response, Mapping):
-        return Outcome(None, None, answer_text(response), None)
+        return ResponseFacts(None, None, answer_text(response), None)
     choices = first(response, "choices", "outputs")
     listed = -(-len(choices) // num_prompts) if isinstance(choices, list) else 0
     usage = first(response, "usage")
@@ -89,7 +89,7 @@ def outcome_of(response: Any, num_prompts: int = 1, num_asked: int = 1) -> Outco
     if num_prompt_tokens is not None:
         num_prompt_tokens = -(-num_prompt_tokens // num_prompts)
     answer = choices[0] if isinstance(choices, list) and choices else first(response, "output") or response
-    return Outcome(num_prompt_tokens, num_output_tokens, answer_text(answer), listed or None)
+    return ResponseFacts(num_prompt_tokens, num_output_tokens, answer_text(answer), listed or None)
 
 
 def _num_prompt_tokens(usage: Fields) -> int | None:

@@ -18,7 +18,7 @@ from trunkattn.analysis.formats.base import (
     optional_integer,
     optional_text,
 )
-from trunkattn.analysis.formats.bodies import chat_of, num_answers_of, outcome_of, prompts_of
+from trunkattn.analysis.formats.bodies import chat_of, facts_of_response, num_answers_of, prompts_of
 
 TIMES = ("timestamp", "created_at", "created", "start_time", "startTime", "request_time", "arrival_time", "time", "ts")
 SESSIONS = ("session_id", "sessionId", "conversation_id", "chat_id", "thread_id", "id")
@@ -67,7 +67,7 @@ def parse(line: Line) -> Iterator[Entry]:
         answer, body = messages[-1], {**body, "messages": messages[:-1]}
     prompts = prompts_of(body)
     num_asked = num_answers_of(body, body.get("sampling_params"), fields)
-    outcome = outcome_of(fields if "choices" in fields or "usage" in fields else answer, len(prompts), num_asked)
+    outcome = facts_of_response(fields if "choices" in fields or "usage" in fields else answer, len(prompts), num_asked)
     num_outputs = optional_integer(fields, *OUTPUTS)
     num_inputs = optional_integer(fields, *INPUTS, least=1)
     for prompt in prompts:

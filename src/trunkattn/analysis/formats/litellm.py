@@ -15,7 +15,7 @@ from trunkattn.analysis.formats.base import (
     optional_text,
     require,
 )
-from trunkattn.analysis.formats.bodies import num_answers_of, outcome_of, prompt_of_length, prompts_of
+from trunkattn.analysis.formats.bodies import facts_of_response, num_answers_of, prompt_of_length, prompts_of
 from trunkattn.analysis.formats.calls import Calls, each_call
 
 # What stands for messages that LiteLLM was told to leave out of its logs. All would seem to be the same prompt.
@@ -39,7 +39,7 @@ def _requests(calls: Calls, line: Line) -> Iterator[Entry]:
         return
     parameters = first(fields, "model_parameters", "optional_params")
     parameters = parameters if isinstance(parameters, Mapping) else {}
-    outcome = outcome_of(decoded(fields.get("response")), num_asked=num_answers_of(parameters))
+    outcome = facts_of_response(decoded(fields.get("response")), num_asked=num_answers_of(parameters))
     num_answers = outcome.num_answers or num_answers_of(parameters)
     num_outputs = optional_integer(fields, "completion_tokens")
     entry = Entry(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from trunkattn.analysis.formats.base import Entry, Fields, Format, Line, first, optional_text, require
-from trunkattn.analysis.formats.bodies import Outcome, num_answers_of, outcome_of, prompts_of
+from trunkattn.analysis.formats.bodies import ResponseFacts, facts_of_response, num_answers_of, prompts_of
 from trunkattn.analysis.records import SkippedLine
 
 
@@ -16,7 +16,7 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
     """Requests in the input's order, with the lengths of their answers where the output is there. Those that failed are
     left out."""
     inputs: dict[str, Entry | None] = {}  # None: of other work
-    outputs: dict[str, tuple[int, Outcome]] = {}
+    outputs: dict[str, tuple[int, ResponseFacts]] = {}
     failed: set[str] = set()
     for line in lines:
         try:
@@ -29,11 +29,11 @@ def parse(lines: Iterable[Line]) -> Iterator[Entry | SkippedLine]:
             elif _failed(line.fields):
                 failed.add(name)
             elif first(line.fields, "response.body") is not None:
-                outputs[name] = line.number, outcome_of(line.fields["response"]["body"])
+                outputs[name] = line.number, facts_of_response(line.fields["response"]["body"])
         except ValueError as error:
             yield SkippedLine(line.number, str(error))
     for name, entry in inputs.items():
-        _, outcome = outputs.pop(name, (0, Outcome(None, None, None, None)))
+        _, outcome = outputs.pop(name, (0, ResponseFacts(None, None, None, None)))
         if entry is not None and name not in failed:
             entry.num_prompt_tokens, entry.num_output_tokens, entry.answer, _ = outcome
             yield entry

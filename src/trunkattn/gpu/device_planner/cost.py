@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import counts_of, load_row, trigger_and_wait
-from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, share_of, step_of
+from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, step_of, target_of
 from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.tiles.cost import StageLoad, TileTimes
 
@@ -42,15 +42,15 @@ class ChoiceArrays(NamedTuple):
     allowed: [candidates] whether a candidate may be chosen.
     times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, segments or partial states
         than its share of the limits.
-    num_items, share: [candidates, 2] number of items, and segments per item (`share_of`). item_starts: [candidates, 2,
-    tokens] items before each tile.
+    num_items, target: [candidates, 2] number of items, and segments that an item should have (`target_of`).
+    item_starts: [candidates, 2, tokens] items before each tile.
     """
 
     passes: Any
     allowed: Any
     times: Any
     num_items: Any
-    share: Any
+    target: Any
     item_starts: Any
 
 
@@ -107,9 +107,10 @@ def _load_tiles(arrays, tile, end):
 
 
 @triton.jit
-def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, item_starts, SIZES: tl.constexpr):
-    """Returns the number of items of a pass whose items have `share` segments, and the sums over them. It stores at
-    `item_starts` how many items come before each tile. `has_one_pass` says that the candidate has no other pass."""
+def _cut(arrays, num_tiles, num_entries, target, a_pass, times, has_one_pass, item_starts, SIZES: tl.constexpr):
+    """Returns the number of items of a pass whose items should have `target` segments, and the sums over them. It
+    stores at `item_starts` how many items come before each tile. `has_one_pass` says that the candidate has no other
+    pass."""
     BLOCK: tl.constexpr = SIZES.candidate_block
     num_items = tl.zeros([], tl.int32)
     work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
@@ -120,7 +121,7 @@ def _cut(arrays, num_tiles, num_entries, share, a_pass, times, has_one_pass, ite
         used = tile < num_tiles
         full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
         segments = tl.where(used, loaded.segments, 0)
-        splits = num_splits_of(segments, step_of(segments, share, a_pass.block_segments))
+        splits = num_splits_of(segments, step_of(segments, target, a_pass.block_segments))
         ends = num_items + tl.cumsum(splits, 0)
         tl.store(item_starts + tile, ends - splits, mask=used)
         num_items = tl.max(ends, 0)
@@ -160,19 +161,19 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    share = share_of(total.segments, num_tiles, a_pass.num_splits, a_pass.block_segments).to(tl.int32)
+    target = target_of(total.segments, num_tiles, a_pass.num_splits, a_pass.block_segments).to(tl.int32)
     num_items, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,
         num_entries,
-        share,
+        target,
         a_pass,
         times,
         has_one_pass,
         choice.item_starts + number * SIZES.tokens,
         SIZES,
     )
-    tl.store(choice.share + number, share)
+    tl.store(choice.target + number, target)
     tl.store(choice.num_items + number, num_items)
     is_last = has_one_pass | (tl.program_id(1) == 1)
     load = StageLoad(

@@ -79,7 +79,7 @@ class Cut(NamedTuple):
     """A pass of the chosen candidate. From `stage` on the fields are those of `Pass`."""
 
     num_items: Any
-    share: Any  # segments of an item
+    target: Any  # segments that an item should have
     stage: Any
     tile_index: Any
     num_splits: Any
@@ -144,7 +144,7 @@ def count_partials(partials, token, used):
 
 @triton.jit
 def _load_cut(choice, number):
-    own = (tl.load(choice.num_items + number), tl.load(choice.share + number))
+    own = (tl.load(choice.num_items + number), tl.load(choice.target + number))
     return Cut(*own, *load_pass(choice.passes, number))
 
 
@@ -205,7 +205,7 @@ def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr
         node = load_nodes(arrays, k, k < 2 * tl.minimum(cut.height, num_entries - begin))
         node_begin, node_end = node.offset[:, None], (node.offset + node.segments)[:, None]
         segments = tl.load(segments_of + tile)
-        step = step_of(segments, cut.share, cut.block_segments)
+        step = step_of(segments, cut.target, cut.block_segments)
         for split in range(0, num_splits_of(segments, step), SPLITS):
             from_segment = (split + tl.arange(0, SPLITS)[None, :]) * step
             is_here = tl.maximum(node_begin, from_segment) < tl.minimum(node_end, from_segment + step)
@@ -249,7 +249,7 @@ def _range_of(item, tile, starts, skipped, cut, layout, SIZES: tl.constexpr):
     without the `skipped` items of the pass before."""
     tile_item = tl.load(starts + tile) + skipped
     segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
-    step = step_of(segments, cut.share, cut.block_segments)
+    step = step_of(segments, cut.target, cut.block_segments)
     begin = (item - tile_item) * step
     return ItemRange(tile_item, begin, tl.minimum(begin + step, segments), segments, step)
 

@@ -108,7 +108,7 @@ class DevicePlanner:
             "nodes": (stages, layout.NODE_FIELDS.value, 2 * tokens),
             "tiles": (stages, layout.TILE_FIELDS.value, tokens),
             "num_items": (candidates, 2),
-            "share": (candidates, 2),
+            "target": (candidates, 2),
             "item_starts": (candidates, 2, tokens),
             "items": (items.ITEM_FIELDS.value, self._limits.items),
         }
@@ -192,7 +192,7 @@ class DevicePlanner:
                 allowed=self._every,
                 times=b["times"],
                 num_items=b["num_items"],
-                share=b["share"],
+                target=b["target"],
                 item_starts=b["item_starts"],
             ),
         )

@@ -87,8 +87,8 @@ class Deal(NamedTuple):
     places: Any  # to fill, for each subtile
 
 
-class Share(NamedTuple):
-    """A worker's share of a list, which is every count-th block from this number on."""
+class Worker(NamedTuple):
+    """One of `count` workers that list segments together: it lists every count-th block from its number on."""
 
     number: Any
     count: Any
@@ -189,7 +189,7 @@ def _taken(k, nodes, rows, wanted, subtile):
 
 
 @triton.jit
-def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: tl.constexpr, DEALT: tl.constexpr):
+def _list_segments(to, wanted, subtile, deal, worker, nodes, rows, pages, SIZES: tl.constexpr, DEALT: tl.constexpr):
     """Lists a worker's share of the segments of a range that concern a subtile.
 
     Args:
@@ -207,7 +207,7 @@ def _list_segments(to, wanted, subtile, deal, share, nodes, rows, pages, SIZES: 
         for others in range(0, 2 * rows, 16):
             its_a, its_count = _taken(others + tl.arange(0, 16), nodes, rows, wanted, subtile)
             ahead += tl.sum(tl.where(its_a[None, :] < a[:, None], its_count[None, :], 0), 1)
-    for first in range(share.number * SIZES.segment_block, deal.places, share.count * SIZES.segment_block):
+    for first in range(worker.number * SIZES.segment_block, deal.places, worker.count * SIZES.segment_block):
         x = first + tl.arange(0, SIZES.segment_block)
         match = (ahead[:, None] <= x[None, :]) & (x[None, :] < (ahead + count)[:, None])
         node_number = tl.sum(tl.where(match, k[:, None], 0), 0)  # over the first axis, which lies in registers
@@ -241,9 +241,18 @@ def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.conste
         sharers = tl.maximum(worker.count // item.subtiles, 1)  # workers of a subtile
         for task in range(worker.number, item.subtiles * sharers, worker.count):
             subtile = Subtile(task % item.subtiles, one.subtile_entries)
-            share = Share(task // item.subtiles, sharers)
+            helper = Worker(task // item.subtiles, sharers)
             _list_segments(
-                to + SEGMENT_COLUMNS * item.full, wanted, subtile, deal, share, nodes, item.rows, pages, SIZES, True
+                to + SEGMENT_COLUMNS * item.full,
+                wanted,
+                subtile,
+                deal,
+                helper,
+                nodes,
+                item.rows,
+                pages,
+                SIZES,
+                True,
             )
 
 
@@ -352,6 +361,6 @@ def lists_kernel(tables, row_stride, tiled, work, plan, limits, SIZES: tl.conste
         elif fits:
             pages = Pages(tables.block_table, row_stride, limits.num_pages, entries.row + item.entry)
             its_nodes = node_arrays(layout.nodes + item.nodes, SIZES.tokens)
-            share = Share(task % sharers, sharers)
+            helper = Worker(task % sharers, sharers)
             to = plan.segments + SEGMENT_COLUMNS * place.segment
-            _list_item_segments(item, to, share, its_nodes, choice.passes, pages, SIZES)
+            _list_item_segments(item, to, helper, its_nodes, choice.passes, pages, SIZES)

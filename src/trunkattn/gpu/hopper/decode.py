@@ -24,7 +24,14 @@ from trunkattn.gpu.hopper.common import (
     without_padding,
     write_partials,
 )
-from trunkattn.gpu.hopper.decode_arguments import OF_LAYER, UNSPECIALIZED, Share, decode_arguments, kv_source, shape_of
+from trunkattn.gpu.hopper.decode_arguments import (
+    OF_LAYER,
+    UNSPECIALIZED,
+    CtaRange,
+    decode_arguments,
+    kv_source,
+    shape_of,
+)
 from trunkattn.gpu.hopper.decode_items import blocks_of, gather_items, load_items, segment_of, widen_items
 from trunkattn.gpu.hopper.online_softmax import (
     attend_block,
@@ -256,8 +263,8 @@ def bind(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) -> B
     buckets = launch.buckets[0], launch.buckets[-1]
     for number, count in enumerate(num_ctas):
         its_pdl = Pdl(pdl.trigger or number + 1 < len(num_ctas), pdl.wait or number > 0)
-        share = Share(sum(num_ctas[:number]), sum(num_ctas), its_pdl)
+        ctas = CtaRange(sum(num_ctas[:number]), sum(num_ctas), its_pdl)
         registers = shape_of(plan.geometry.head_dim, source).registers
         compiled = {"num_warps": 4, "maxnreg": registers, "launch_pdl": True}
-        grids.append(Grid(count, decode_arguments(t, plan, buckets, share, options.return_lse)._asdict() | compiled))
+        grids.append(Grid(count, decode_arguments(t, plan, buckets, ctas, options.return_lse)._asdict() | compiled))
     return BoundLaunches(hopper_decode_kernel, grids, LAYER, OF_LAYER[source])

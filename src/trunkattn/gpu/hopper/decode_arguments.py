@@ -126,9 +126,9 @@ def kv_source(t: Tensors, geometry: Geometry) -> spec.Source:
     return spec.source_of(t.k_cache.element_size(), geometry.page_size)
 
 
-class Share(NamedTuple):
-    """One of several launches that share the items of some buckets. All together they have `total_ctas` CTAs, and this
-    one begins with `first_cta`."""
+class CtaRange(NamedTuple):
+    """The CTAs of one of several launches that compute the items of some buckets together. All of them have
+    `total_ctas` CTAs, and this one begins with `first_cta`."""
 
     first_cta: int
     total_ctas: int
@@ -136,7 +136,7 @@ class Share(NamedTuple):
 
 
 def decode_arguments(
-    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], share: Share, return_lse: bool
+    t: Tensors, plan: GpuPlan, buckets: tuple[int, int], ctas: CtaRange, return_lse: bool
 ) -> DecodeArguments:
     """Returns the arguments of one launch. `buckets` are the first and the last bucket that it computes."""
     g, source = plan.geometry, kv_source(t, plan.geometry)
@@ -145,14 +145,14 @@ def decode_arguments(
         layer=layer,
         k_desc=keys,
         v_desc=values,
-        work=DecodeWork(tiles=row_tiles_of(plan), counts=plan.arrays["counts"], window=g.window, pdl=share.pdl),
+        work=DecodeWork(tiles=row_tiles_of(plan), counts=plan.arrays["counts"], window=g.window, pdl=ctas.pdl),
         first_bucket=buckets[0],
         last_bucket=buckets[1],
         items_size=plan.sizes["items"],
         queries_size=plan.sizes["queries"],
         segments_size=plan.sizes["segments"],
-        first_cta=share.first_cta,
-        total_ctas=share.total_ctas,
+        first_cta=ctas.first_cta,
+        total_ctas=ctas.total_ctas,
         C=DecodeConstants(
             **attention_constants(g, return_lse),
             segment_size=g.segment_size,

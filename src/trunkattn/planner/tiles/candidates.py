@@ -86,7 +86,7 @@ class Tiling:
     """A candidate: tile `tall` for nodes of at least `least` entries, if it is given, and tile `low` for all others.
 
     low, tall: indices of tiles. per_query: a low tile holds one query token. waves: long tiles are cut into about
-    `waves` items for each slot of the device (`layout.share_of`); 0: no tile is cut."""
+    `waves` items for each slot of the device (`layout.target_of`); 0: no tile is cut."""
 
     low: int
     tall: int | None = None
@@ -233,7 +233,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> 
     """
     heights = [rule.tiles[index].entries(rule.group_size) for index in rule.usable()]
     slots = max(tile.num_programs for tile in rule.tiles) // rule.num_kv_heads + 1
-    splits = _MOST_WAVES * 3 * slots // 2  # of a launch: `layout.share_of` may make half as many again as are asked for
+    splits = _MOST_WAVES * 3 * slots // 2  # of a launch: `layout.target_of` may make half as many again
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])
     segments_of_request = capacity.max_pages_per_request * (rule.page_size // rule.segment_size)
@@ -261,8 +261,8 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
     """`tile_limits` with only as many partial slots as the candidates can need. It holds if every plan is a candidate
     of the rule and has no prompt chunks, which would use the slots that the tiles leave.
 
-    The number of items of a tile is its size in shares (`layout.share_of`), rounded, so a tile is cut from one and a
-    half shares on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
+    The number of items of a tile is its size in targets (`layout.target_of`), rounded, so a tile is cut from one and a
+    half targets on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
     entries of a tile. With two launches every query may have two more partials, so a rule with pairs of tiles keeps all
     slots.
     """

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.tiles.layout import share_of, stage_nodes, stage_of, step_of
+from trunkattn.planner.tiles.layout import stage_nodes, stage_of, step_of, target_of
 
 EVERY = 1 << 30  # more entries than any node has
 
@@ -274,14 +274,14 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
     tokens, each of which leaves a partial unless the stage is the last."""
     tile = tile_times(costs, tile_index)
     total = blocks[:, NUM_SEGMENTS].sum()
-    share = share_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
+    target = target_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
     items, work, partials = np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
         full, masked, segments = blocks[i, FULL_BLOCKS], blocks[i, MASKED_BLOCKS], blocks[i, NUM_SEGMENTS]
         splits = np.int64(1)
         if stage.num_splits > 0:
-            step = step_of(segments, share, stage.block_segments)
+            step = step_of(segments, target, stage.block_segments)
             splits = (segments + step - 1) // step
         cost = item_ns(full, masked, splits, stage.subtiles, tile.full_ns, tile.masked_ns)
         chain = item_ns(full, masked, splits, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
@@ -332,11 +332,11 @@ def tilings_fit(loads, stages, uses, limits):
             stage = stage_of(stages[which], num_splits)
             blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
             total = blocks[:, NUM_SEGMENTS].sum()
-            share = share_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
+            target = target_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
             items, partials = np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
                 segments = blocks[tile, NUM_SEGMENTS]
-                step = step_of(segments, share, stage.block_segments)
+                step = step_of(segments, target, stage.block_segments)
                 count = (segments + step - 1) // step
                 items += count
                 if count > 1 or num_launches > 1:

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_splits: int  # items that all tiles are to be cut into, see `share_of`; 0: no tile is cut
+    num_splits: int  # items that all tiles are to be cut into, see `target_of`; 0: no tile is cut
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # segments of a subtile's block
 
@@ -206,25 +206,26 @@ def _fill_tile(forest, entries, table, tile, stage, tile_nodes, window, segment_
 
 
 @njit
-def share_of(total, num_tiles, num_splits, block_segments):
-    """Segments per item if tiles of `total` segments in all are to be cut into `num_splits` items; 0: no tile is cut.
+def target_of(total, num_tiles, num_splits, block_segments):
+    """Segments that an item should have if tiles of `total` segments in all are to be cut into `num_splits` items. With
+    num_splits 0 no tile is cut.
 
-    A tile is cut into the nearest whole number of such items. Tiles mostly have one size, so each becomes as many items
-    as fit into one round together; otherwise a few items would be left for a second round. The device planner compiles
-    this function and `step_of`, too.
+    A tile is cut into the nearest whole number of such items (`step_of`). Tiles mostly have one size, so each becomes
+    as many items as fit into one round together; otherwise a few items would be left for a second round. The device
+    planner compiles both functions, too.
     """
-    share = total + 1
+    target = total + 1
     if num_splits > 0:
         if num_tiles <= num_splits:
             num_splits = num_splits // max(num_tiles, 1) * max(num_tiles, 1)
-        share = max(block_segments, (total + num_splits - 1) // num_splits)
-    return share
+        target = max(block_segments, (total + num_splits - 1) // num_splits)
+    return target
 
 
 @njit
-def step_of(size, share, block_segments):
+def step_of(size, target, block_segments):
     """Segments of each item of a tile except the last, which may have fewer: a whole number of blocks."""
-    num_splits = max(1, (size + share // 2) // share)
+    num_splits = max(1, (size + target // 2) // target)
     return max(1, ((size + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments)
 
 
@@ -253,18 +254,18 @@ def outline_stage(forest, entries, stage, window, segment_size):
     rows = _node_rows(forest, entries, stage, tile_nodes, window, segment_size)
     indptr, num_segments = tile_nodes.indptr, tile_nodes.num_segments
     num_tiles = len(indptr) - 1
-    share = share_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, stage.block_segments)
+    target = target_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, stage.block_segments)
     most = np.int64(0)
     for tile in range(num_tiles):
         size = num_segments[indptr[tile] : indptr[tile + 1]].sum()
-        most += max(1, (size + share // 2) // share) + 1
+        most += max(1, (size + target // 2) // target) + 1
     items = np.empty((most, ITEM_COLUMNS), np.int32)
     first_entry = np.empty(most, np.int64)
     uncut = np.empty(most, np.bool_)
     count, filled, at = 0, np.int64(0), np.int64(0)
     for tile in range(num_tiles):
         size = np.int64(num_segments[indptr[tile] : indptr[tile + 1]].sum())
-        step = step_of(size, share, stage.block_segments)
+        step = step_of(size, target, stage.block_segments)
         first_node, passed = np.int64(indptr[tile]), np.int64(0)  # an item's first node; the tile's segments before it
         for begin in range(0, size, step):
             end = min(begin + step, size)
