@@ -16,7 +16,7 @@ DeviceTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # block_t
 
 
 def no_partials(config: AttentionConfig, num_slots: int) -> str:
-    """The message for a batch whose partial results no memory holds."""
+    """The message for a batch whose partial results do not fit in memory."""
     states = f"{num_slots} partial results of {config.num_qo_heads} heads × {config.value_dim} numbers"
     return too_large(config.policy, f"{states}, for which there is no memory")
 

@@ -88,15 +88,16 @@ class AttentionConfig:
         kv_dtype: torch dtype of the cache: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2; None for dtype. A
             GPU rounds keys and values to dtype before it multiplies, which loses digits or range if that has fewer.
         sm_scale: what logits are multiplied by; None for 1 / sqrt(head_dim).
-        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
+        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); at most 1,024 on a GPU. None for no cap.
         sinks: whether `run` takes an extra logit per query head, which has no value.
         policy: how shared prefixes are packed. "per_query" (FlashAttention), "relay" (RelayAttention), "cascade",
             "fasttree", "pat" (PAT's Algorithm 1), "optimal" (dynamic programming), or "auto": by predicted cost, on a
             CPU the cheapest of them, "fasttree" left out, and on a GPU the fastest row tiles.
         batch_invariant: whether a request's output has the same bits by itself and in any batch.
-        latent_dim: of a latent cache (MLA, DeepSeek-V2 §2.1), each row of which is the key of all heads in its head_dim
-            numbers and the value of all heads in its first latent_dim; None: keys and values are cached apart. With it
-            num_kv_heads is 1 and sm_scale is given: queries are absorbed, so head_dim does not tell it.
+        latent_dim: for a latent cache (MLA, DeepSeek-V2 §2.1). A row of it has head_dim numbers, which are the key of
+            all heads, and the first latent_dim of them are also the value of all heads. num_kv_heads is then 1, and
+            sm_scale must be given, because queries are absorbed and head_dim does not tell it. None: keys and values
+            are cached apart.
         execution: how a GPU launches a step. "serial", "overlapped" (prompt chunks and some decodes at once,
             POD-Attention §4), "streams" (PAT §6), or "auto". A CPU accepts only "auto".
 

@@ -7,15 +7,15 @@ from typing import Final
 
 import torch
 
-_ASKED: Final = re.compile(r"(?:ried|nable) to allocate (\d[\d.]* \w+)")  # as torch and NumPy write it
-_ON_A_CPU: Final = "can't allocate memory"  # of torch, which has no type for this error
+_ALLOCATION: Final = re.compile(r"(?:ried|nable) to allocate (\d[\d.]* \w+)")  # the size in messages of torch and NumPy
+_CPU_MESSAGE: Final = "can't allocate memory"  # what torch raises on a CPU, as a plain RuntimeError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or its cause, is an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    if isinstance(error, RuntimeError) and _ON_A_CPU in str(error):
+    if isinstance(error, RuntimeError) and _CPU_MESSAGE in str(error):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
@@ -30,5 +30,5 @@ def memory_for(message: Callable[[str], str]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         texts = f"{error} {error.__cause__}"
-        asked = _ASKED.search(texts)
+        asked = _ALLOCATION.search(texts)
         raise ValueError(message(asked[1] if asked else "an unknown number of bytes")) from error

@@ -9,6 +9,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
+from trunkattn.planner.tiles.pack_items import KeyGrid, items_of_work
 from trunkattn.planner.work_list import QUERY_START
 
 from .specs import forest_of, make_batch
@@ -54,7 +55,7 @@ def test_full_segments_of_a_pack_are_those_that_all_queries_see(start: int, end:
     """Segments of one token, and queries at 11 and 12 with a window of 10: they see 2 to 11 and 3 to 12."""
     work = np.array([[0, start, end, 0, 2]], np.int32), np.arange(2, dtype=np.int32)
     table, positions = np.arange(13, dtype=np.int32)[None], np.array([11, 12], np.int32)
-    emitted = tiles.items_of_work(work, table, positions, 10, 1, 1, np.ones(1, np.int32), tiles.KeyGrid(1, 1))
+    emitted = items_of_work(work, table, positions, 10, 1, 1, np.ones(1, np.int32), KeyGrid(1, 1))
     assert emitted.items.tolist() == [[0, full, end - start, 0, 2]]
 
 

@@ -101,7 +101,7 @@ class Icicle:
 
 
 def round_step(span: float, most: int) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... of which `most` reach over the span."""
+    """The smallest of the steps 1, 2, 5, 10, 20, ... with which `most` steps cover the span."""
     if span <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(span / most))

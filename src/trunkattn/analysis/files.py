@@ -117,8 +117,8 @@ def _texts(files: list[Path], read: Read) -> Iterator[Line | SkippedLine]:
 
 
 def _without_copies(files: list[Path], read: Read) -> Iterator[Path]:
-    """The files, but one of those that hold the same and have one name but for compression, such as a.log and
-    a.log.gz. The bytes of others count as read."""
+    """The files without copies: of those with the same contents whose names differ only by compression, such as a.log
+    and a.log.gz, the first stays. The bytes of the others count as read."""
     by_name: dict[Path, list[Path]] = {}
     for file in files:
         known = by_name.setdefault(file.with_suffix("") if file.suffix.lower() in COMPRESSED else file, [])

@@ -187,7 +187,7 @@ def _print_spoilers(analysis: Analysis, console: Console, show_text: bool) -> No
 
 
 def ceiling_sentence(analysis: Analysis) -> str:
-    """How many prompt tokens no cache finds more of."""
+    """The sentence that says how many of the prompt tokens a cache can find at most."""
     every, later = analysis.ceiling
     return (
         f"A cache without an end finds {figures.percent(every)} of the prompt tokens in earlier prompts, and "

@@ -123,7 +123,7 @@ class CpuBackend:
             self._workspace = parallel.Workspace(self._threads, lanes, slots, self._shape)
 
     def _no_memory(self, work: WorkList) -> str:
-        """The message for a work list that no memory holds what is computed of."""
+        """The message for a work list whose partial results, or else items, take more memory than there is."""
         config = self.config
         if work.num_slots:
             return no_partials(config, work.num_slots)

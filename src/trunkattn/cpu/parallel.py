@@ -145,22 +145,44 @@ class _Dealt(NamedTuple):
     arguments: PlanArguments
 
 
-@njit
-def _deal(
-    block_table, items, queries, slots, merge_queries, merge_indptr, seq_lens, query_start_loc, shape, num_threads
-):
-    num_kv_heads, group = shape.num_kv_heads, shape.num_qo_heads // shape.num_kv_heads
+@njit(inner=True)
+def _positions_of(seq_lens, query_start_loc):
+    """[num_query_tokens] the position of each query token in its sequence."""
     positions = np.empty(query_start_loc[-1], np.int32)
     for row in range(len(seq_lens)):
         first, last = query_start_loc[row], query_start_loc[row + 1]
         for token in range(first, last):
             positions[token] = seq_lens[row] - last + token
-    num_tasks = len(items) * num_kv_heads
-    owner = np.empty(num_tasks, np.int32)
-    load = np.zeros(num_threads, np.int64)
+    return positions
+
+
+@njit(inner=True)
+def _by_thread(owner, num_threads):
+    """The tasks by thread, in their order, and where each thread's tasks begin. owner: the thread of each task."""
     indptr = np.zeros(num_threads + 1, np.int32)
+    for thread in owner:
+        indptr[thread + 1] += 1
+    fill = np.empty(num_threads, np.int32)
+    for thread in range(num_threads):
+        fill[thread] = indptr[thread]
+        indptr[thread + 1] += indptr[thread]
+    tasks = np.empty(len(owner), np.int32)
+    for task in range(len(owner)):
+        tasks[fill[owner[task]]] = task
+        fill[owner[task]] += 1
+    return tasks, indptr
+
+
+@njit
+def _deal(
+    block_table, items, queries, slots, merge_queries, merge_indptr, seq_lens, query_start_loc, shape, num_threads
+):
+    num_kv_heads, group = shape.num_kv_heads, shape.num_qo_heads // shape.num_kv_heads
+    positions = _positions_of(seq_lens, query_start_loc)
+    owner = np.empty(len(items) * num_kv_heads, np.int32)
+    load = np.zeros(num_threads, np.int64)
     most = 1
-    for task in range(num_tasks):
+    for task in range(len(owner)):
         item = task // num_kv_heads
         rows = (items[item, QUERY_END] - items[item, QUERY_START]) * group
         most = max(most, rows)
@@ -169,17 +191,9 @@ def _deal(
             if load[other] < load[thread]:
                 thread = other
         owner[task] = thread
-        indptr[thread + 1] += 1
         lanes = (rows + LANES - 1) // LANES * LANES
         load[thread] += np.int64(items[item, KV_END] - items[item, KV_START]) * (lanes + _FETCH_ROWS) + _TASK_LOAD
-    fill = np.empty(num_threads, np.int32)
-    for thread in range(num_threads):
-        fill[thread] = indptr[thread]
-        indptr[thread + 1] += indptr[thread]
-    tasks = np.empty(num_tasks, np.int32)
-    for task in range(num_tasks):
-        tasks[fill[owner[task]]] = task
-        fill[owner[task]] += 1
+    tasks, indptr = _by_thread(owner, num_threads)
     arguments = PlanArguments(
         block_table=block_table.ctypes.data,
         items=items.ctypes.data,

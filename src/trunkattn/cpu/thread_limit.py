@@ -69,14 +69,14 @@ class _Team:
     """The threads of one thread's parallel loops. Other threads of this process need processors too."""
 
     def __init__(self) -> None:
-        self._of = (0, 0)  # the thread, and how many its loops may use
+        self._known_for = (0, 0)  # the thread whose loops they run, and how many threads these may use
         self._threads: list[int] = []
 
     def find(self, num_threads: int) -> None:
         """Finds the threads of this thread's loops, if they are not known."""
-        of = threading.get_ident(), num_threads
-        if of != self._of or math.isnan(self.seconds()):
-            self._of, self._threads = of, team(num_threads)
+        wanted_for = threading.get_ident(), num_threads
+        if wanted_for != self._known_for or math.isnan(self.seconds()):
+            self._known_for, self._threads = wanted_for, team(num_threads)
 
     def seconds(self) -> float:
         """Processor time that they have taken; nan if one of them has ended."""

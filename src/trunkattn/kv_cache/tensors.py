@@ -25,8 +25,8 @@ class KVCache:
         num_layers, num_pages, page_size, num_kv_heads, head_dim: sizes, each at least 1; `page_size` in tokens.
         dtype: any floating-point type that torch can store, fp8 included.
         device: where the tensors are.
-        latent_dim: of a latent cache, whose rows of head_dim numbers hold the values too, in their first latent_dim
-            columns; num_kv_heads is 1 then. None: keys and values are apart.
+        latent_dim: for a latent cache, whose rows of head_dim numbers also hold the values, in their first latent_dim
+            columns. num_kv_heads is then 1. None: keys and values are apart.
 
     Raises:
         TypeError, ValueError: a size is not an integer of at least 1, `dtype` is not a floating-point type, or there is

@@ -218,8 +218,8 @@ def _first_visible(batch: StepTables) -> Int32Array:
 
 
 def too_large(policy: str, made: str) -> str:
-    """The message for a batch of which a policy makes more than there is room for. made: what it makes, and where there
-    is no room for it."""
+    """The message for a batch that is too large under a policy. made: what the policy makes of it, and where there is
+    no room for that."""
     fewer = "fewer or shorter requests" if policy == "auto" else "a batch that is cut into fewer pieces"
     other = "" if policy == "auto" else ", or policy='auto'"
     return f"policy={policy!r} makes {made}: expected {fewer}{other}"

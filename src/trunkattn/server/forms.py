@@ -6,8 +6,8 @@ from trunkattn.server.protocol import ResponseFormat, Sampling
 
 
 def form_of(body: Sampling) -> StructuredOutputsParams | None:
-    """The form that a body asks for; None: any text. Raises BadRequest if it asks for two, or for none that there
-    is."""
+    """The form that a body asks for; None: any text. Raises BadRequest if it gives several forms, or an
+    incomplete one."""
     form = None if body.response_format is None else _of_response_format(body.response_format)
     wanted = body.structured_outputs
     if wanted is None:

@@ -220,8 +220,8 @@ TOOL_CALL_PARSERS: Final[Mapping[str, Parser]] = MappingProxyType(
 
 
 def parse_forced(text: str) -> ParsedAnswer:
-    """An answer that its request forces into a JSON list of calls. What stands there of a call that is cut off is
-    nothing for the reader."""
+    """Parses an answer that its request forces into a JSON list of calls. The beginning of a call that is cut off is
+    dropped: it is no content."""
     return ParsedAnswer("", read_calls(text)[0])
 
 

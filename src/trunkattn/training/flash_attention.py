@@ -54,7 +54,7 @@ def flash_attention(
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included; without `causal` also as many next ones. In
             a tree it counts the query's token and its ancestors. None for all keys.
-        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c), on a GPU c is at most 1,024; None for no cap.
+        logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); at most 1,024 on a GPU. None for no cap.
         sinks: [num_qo_heads], a floating dtype: an extra logit of each head, without a value. It may have a gradient;
             None for none.
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds

@@ -59,8 +59,12 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
 
 
 def check_list(name: str, value: Any, of: str) -> Any:
-    """The value, unless it is no list, tuple or array of several things, and the parts of a nested tensor. of: what it
-    should hold, for people."""
+    """Returns a list, tuple or array as it is, and a nested tensor as the tuple of its parts. of: what it should hold,
+    for people.
+
+    Raises:
+        TypeError, ValueError: the value is something else, or an array without a dimension.
+    """
     if not isinstance(value, Sequence | torch.Tensor | np.ndarray) or isinstance(value, str | bytes):
         raise TypeError(f"{name} is a {type(value).__name__}: expected a list of {of}")
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
@@ -71,7 +75,7 @@ def check_list(name: str, value: Any, of: str) -> Any:
 def check_equal(
     name: str, found: Sequence[Any] | np.ndarray, expected: Sequence[int] | np.ndarray, meaning: str
 ) -> None:
-    """Raises ValueError at the first entry that is another one. meaning: what an entry is, for people."""
+    """Raises ValueError at the first entry that differs. meaning: what an entry is, for people."""
     if len(found) != len(expected):
         raise ValueError(f"{name} has {len(found)} entries: expected {len(expected)}")
     if np.array_equal(found, expected):

@@ -194,20 +194,38 @@ def _count_items(entries, num_spans, height, window, segment_size):
     return num_ending, num_others
 
 
-@njit
-def _emit(entries, seq_lens, table, sizes):
-    """Returns the arrays of a tile list."""
-    height, window, segment_size = sizes.height, sizes.window, sizes.segment_size
-    count, per_item = len(entries.query), SPAN_TOKENS // segment_size
-    first_span, num_partials = np.zeros(count, np.int64), np.zeros(count, np.int64)
+class _Partials(NamedTuple):
+    """The spans that each entry sees, and its partials, [entries] each: the first span, the number of spans, whether
+    these are several, and the first partial slot then. num_spans: spans that some entry reaches."""
+
+    first_span: NDArray[np.int64]
+    num_partials: NDArray[np.int64]
+    split: NDArray[np.bool_]
+    first_slot: NDArray[np.int64]
+    num_spans: int
+
+
+@njit(inner=True)
+def _partials_of(positions, window):
+    """The partials of entries at these positions of their sequences."""
+    first_span, num_partials = np.zeros(len(positions), np.int64), np.zeros(len(positions), np.int64)
     num_spans = np.int64(0)
-    for entry in range(count):
-        position = np.int64(entries.position[entry])
+    for entry in range(len(positions)):
+        position = np.int64(positions[entry])
         first_span[entry] = max(0, position + 1 - window) // SPAN_TOKENS
         num_partials[entry] = position // SPAN_TOKENS + 1 - first_span[entry]
         num_spans = max(num_spans, position // SPAN_TOKENS + 1)
     split = num_partials > 1
     first_slot = np.cumsum(num_partials * split) - num_partials * split
+    return _Partials(first_span, num_partials, split, first_slot, num_spans)
+
+
+@njit
+def _emit(entries, seq_lens, table, sizes):
+    """Returns the arrays of a tile list."""
+    height, window, segment_size = sizes.height, sizes.window, sizes.segment_size
+    count, per_item = len(entries.query), SPAN_TOKENS // segment_size
+    first_span, num_partials, split, first_slot, num_spans = _partials_of(entries.position, window)
     merge_ranges = np.empty((split.sum(), 2), np.int32)
     merge_ranges[:, 0], merge_ranges[:, 1] = first_slot[split], (first_slot + num_partials)[split]
 

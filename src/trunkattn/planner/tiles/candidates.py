@@ -14,6 +14,7 @@ from trunkattn.planner.device import CardTimes, TileConfig
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles import cost as tile_costs
 from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.pack_items import KeyGrid, items_of_work
 from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
 
@@ -292,8 +293,8 @@ def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: 
     buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
     per_tile = [tile_costs.EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
     block_segments = np.array(per_tile, np.int32)[buckets]
-    grid = tiles.KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else tiles.KeyGrid(1, 1)
-    emitted = tiles.items_of_work(
+    grid = KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else KeyGrid(1, 1)
+    emitted = items_of_work(
         (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments, grid
     )
     if rule.list_rule.is_nested:

@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.planner.work_list import (
     ITEM_COLUMNS,
-    KV_END,
-    KV_ROW,
-    KV_START,
     QUERY_END,
     QUERY_START,
     SEGMENT_COLUMNS,
@@ -248,6 +245,38 @@ def _node_rows(forest, entries, stage, tile_nodes, window, segment_size):
 
 
 @njit(inner=True)
+def _entries_of(rows, num_segments, first_node, end):
+    """The entries [low, high) for which an item's segments are: those of the nodes from `first_node` on, up to segment
+    `end`, counted from that node's first. rows: see `_node_rows`."""
+    low, high, node, before = rows[first_node, NODE_LOW], rows[first_node, NODE_HIGH], first_node, np.int64(0)
+    while before < end:
+        if num_segments[node] > 0:
+            low, high = min(low, rows[node, NODE_LOW]), max(high, rows[node, NODE_HIGH])
+        before += num_segments[node]
+        node += 1
+    return low, high
+
+
+@njit(inner=True)
+def _leading_full(rows, num_segments, first_node, begin, end, low, high):
+    """How many leading segments of an item are full and for all of its entries [low, high). Its segments [begin, end)
+    are counted from the first of `first_node`."""
+    full, is_full, node, before = np.int64(0), True, first_node, np.int64(0)
+    while before < end and is_full:
+        first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[node]))
+        if last > first:
+            is_for_all = rows[node, NODE_LOW] == low and rows[node, NODE_HIGH] == high
+            is_full = is_for_all and first >= rows[node, NODE_FIRST]
+            if is_full:
+                whole = max(0, min(last, rows[node, NODE_LAST]) - first)
+                full += whole
+                is_full = whole == last - first
+        before += num_segments[node]
+        node += 1
+    return full
+
+
+@njit(inner=True)
 def outline_stage(forest, entries, stage, window, segment_size):
     """The items of a stage. A tile that is cut becomes items of whole blocks."""
     tile_nodes = stage_nodes(forest, entries, stage, window, segment_size)
@@ -272,26 +301,8 @@ def outline_stage(forest, entries, stage, window, segment_size):
             while passed + num_segments[first_node] <= begin:
                 passed += num_segments[first_node]
                 first_node += 1
-            low, high = (tile + 1) * stage.height, tile * stage.height
-            place, before = first_node, passed
-            while before < end:  # finds the entries [low, high) that the item's segments are for
-                if num_segments[place] > 0:
-                    low, high = min(low, rows[place, NODE_LOW]), max(high, rows[place, NODE_HIGH])
-                before += num_segments[place]
-                place += 1
-            full, is_full = np.int64(0), True
-            place, before = first_node, passed
-            while before < end and is_full:  # counts the leading segments that are full and for all of these entries
-                first, last = max(begin - before, 0), min(end - before, np.int64(num_segments[place]))
-                if last > first:
-                    is_for_all = rows[place, NODE_LOW] == low and rows[place, NODE_HIGH] == high
-                    is_full = is_for_all and first >= rows[place, NODE_FIRST]
-                    if is_full:
-                        whole = max(0, min(last, rows[place, NODE_LAST]) - first)
-                        full += whole
-                        is_full = whole == last - first
-                before += num_segments[place]
-                place += 1
+            low, high = _entries_of(rows, num_segments, first_node, end - passed)
+            full = _leading_full(rows, num_segments, first_node, begin - passed, end - passed, low, high)
             items[count, SEGMENT_START], items[count, SEGMENT_END] = at + begin, at + end
             items[count, SEGMENT_SHARED_END] = at + begin + full // stage.block_segments * stage.block_segments
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
@@ -339,59 +350,3 @@ def ordered_items(outline, num_entries):
     for entry in range(num_entries):
         num_slots += partials[entry] if partials[entry] > 1 else 0
     return items[np.argsort(-lengths, kind="mergesort")], num_slots
-
-
-class KeyGrid(NamedTuple):
-    """The tokens at which blocks of keys begin, as batch-invariant lists need them: every `block` tokens of each `span`
-    tokens of a sequence. With spans of one token they begin where items do."""
-
-    span: int
-    block: int
-
-
-@njit(inner=True)
-def _first_listed(start, grid):
-    """The first token of the block that holds an item's first token."""
-    return start - start % grid.span % grid.block
-
-
-@njit
-def items_of_work(work, table, positions, window, segment_size, page_size, block_segments, grid):
-    """The items of a WorkList as Items whose segments are all for all queries of the item. work: its items and queries.
-
-    On a grid, where a window begins within a block, the segments before it are listed as empty ones, so that all others
-    keep their places.
-    """
-    source, queries = work
-    total = np.int64(0)
-    for i in range(len(source)):
-        first = _first_listed(np.int64(source[i, KV_START]), grid)
-        total += (source[i, KV_END] + segment_size - 1) // segment_size - first // segment_size
-    items = source.copy()
-    segments = np.empty((total, SEGMENT_COLUMNS), np.int32)
-    at = 0
-    for i in range(len(source)):
-        row, start, end = source[i, KV_ROW], source[i, KV_START], source[i, KV_END]
-        count = source[i, QUERY_END] - source[i, QUERY_START]
-        lowest, highest = positions[queries[source[i, QUERY_START]]], np.int32(0)
-        for j in range(source[i, QUERY_START], source[i, QUERY_END]):
-            lowest, highest = min(lowest, positions[queries[j]]), max(highest, positions[queries[j]])
-        items[i, SEGMENT_START] = at
-        full, leading = 0, True
-        token = _first_listed(np.int64(start), grid)
-        while token < end:
-            tokens = min((token // segment_size + 1) * segment_size, end) - token  # a window may start inside a segment
-            if token + tokens > start:
-                segments[at, SEGMENT_PLACE] = table[row, token // page_size] * page_size + token % page_size
-                segments[at, SEGMENT_QUERIES] = count << 8 | tokens << 16
-                segments[at, SEGMENT_POSITION] = token
-            else:
-                segments[at, :] = 0
-            is_full = tokens == segment_size and token + segment_size - 1 <= lowest and token > highest - window
-            leading = leading and is_full
-            full += leading
-            at += 1
-            token += tokens
-        items[i, SEGMENT_SHARED_END] = items[i, SEGMENT_START] + full // block_segments[i] * block_segments[i]
-        items[i, SEGMENT_END] = at
-    return Items(items, segments, queries, np.ones(len(items), np.bool_))
