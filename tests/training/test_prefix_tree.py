@@ -222,6 +222,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences has shape (): expected a list of seq", lambda: PrefixTree.from_sequences(np.array(5))),
     ("weights has shape (): expected a list of tensors", lambda: segments(-1).pack(torch.tensor(1.0))),  # type: ignore
     ("weights[0] has layout torch.sparse_coo", lambda: segments(-1).pack([torch.ones(2).to_sparse()])),
+    (
+        "weights[0] is a Tensor without memory of its own: expected a plain tensor, outside transformations of",
+        lambda: torch.vmap(lambda weight: segments(-1).pack([weight]).weights)(torch.ones(3, 2)),
+    ),
     ("weights[0] is on meta: expected a tensor that", lambda: segments(-1).pack([torch.ones(2, device="meta")])),
     ("values has layout torch.sparse_coo: expected a", lambda: segments(-1).unpack(torch.ones(2).to_sparse())),
     ("sequences[0] has dtype timedelta64[s]", lambda: PrefixTree.from_sequences([np.array([1], "timedelta64[s]")])),

@@ -27,7 +27,7 @@ from trunkattn.training.token_trie import (
     token_arrays,
 )
 from trunkattn.training.tree_segments import check_segments, table_numbers
-from trunkattn.validate import check_dense, has_memory
+from trunkattn.validate import check_dense, check_memory, has_memory
 
 _Made = TypeVar("_Made")
 _MOST_TOKENS: Final = MAX_INT32 // 4 * 4 - LARGEST_BLOCK  # for `table_length` fits in int32, too
@@ -389,4 +389,6 @@ def _check_values(name: str, value: Any) -> None:
     check_dense(name, value)
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
+    if not torch.compiler.is_compiling():
+        check_memory(name, value)
     check_none(name, value, "packing records none; weigh the losses that unpack returns")
