@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.arrays import GpuPlan
-from trunkattn.gpu.portable import decode
+from trunkattn.gpu.portable import decode_arguments
 from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.work_list import QUERY_END, QUERY_START
@@ -334,7 +334,7 @@ def test_a_launch_that_spreads_its_tasks_computes_the_same_bits(
         return strides[-1]
 
     monkeypatch.setattr(gpu_cases, "plan_with", spread)
-    monkeypatch.setattr(decode, "spread_stride", seen)
+    monkeypatch.setattr(decode_arguments, "spread_stride", seen)
     out, lse = case.run()
     assert strides and set(strides) == {spread_stride(programs)}
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
