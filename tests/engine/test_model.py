@@ -1,5 +1,6 @@
 """Reading a model: tokenizers that are damaged, code that comes with a folder, ids that end an answer."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine import model as model_module
-from trunkattn.engine.model import _dtype, eos_token_ids, inspect_model, load_tokenizer
+from trunkattn.engine.model import _dtype, eos_token_ids, inspect_model, load_model, load_tokenizer
+
+from .conftest import tiny_config
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -163,3 +166,14 @@ def test_an_answer_ends_at_the_configurations_end_of_sequence(tmp_path: Path) ->
 def test_a_type_of_integers_is_no_type_of_a_model() -> None:
     with pytest.raises(ValueError, match=r"dtype='int8': expected one in which weights are stored"):
         _dtype("auto", LlamaConfig(dtype="int8"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen2", "deepseek_v2"])  # tied weights and biases; heads that are parts of a weight
+def test_whoever_writes_the_files_again_changes_no_loaded_model(tmp_path: Path, kind: str, dtype: str) -> None:
+    config = Qwen2Config(**TINY, tie_word_embeddings=True) if kind == "qwen2" else tiny_config(kind)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(tmp_path)
+    model = load_model(inspect_model(str(tmp_path), dtype=dtype, device="cpu"))
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -41,7 +41,7 @@ from trunkattn.engine.model_support import (
     max_positions,
     probe_attention,
 )
-from trunkattn.engine.packed_linear import can_pack, pack_linears
+from trunkattn.engine.packed_linear import can_pack, is_packed, pack_linears
 from trunkattn.names import FP8_CACHES
 
 # Types that have Python of their own beside their weights, and what transformers calls models that compute the same
@@ -147,7 +147,10 @@ def load_model(info: ModelInfo, quantization: str | None = None) -> Any:
     model = model.to(info.device).eval().requires_grad_(False)
     hold_rope(model)
     absorb_heads(model)
-    if can_pack(info.dtype, info.device):
+    packs = can_pack(info.dtype, info.device)
+    if info.device.type == "cpu":
+        _leave_files(model, packs)
+    if packs:
         pack_linears(model, to_int8=quantization == "int8")
         fuse_norms(model)
     return model
@@ -249,6 +252,15 @@ def _saved_model(info: ModelInfo) -> Any:
     _check_ties(files, model)
     vars(model.generation_config).update(sampling)
     return model
+
+
+def _leave_files(model: Any, packs: bool) -> None:
+    """Copies the weights. transformers leaves them in files that it has mapped, and whoever writes such a file again
+    changes them, or ends the process. packs: `pack_linears` follows, which copies most of them."""
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not (packs and name == "weight" and is_packed(module)):
+                tensor.data = tensor.data.clone()
 
 
 def _check_one_name_each(files: ModelFiles, model: Any) -> None:

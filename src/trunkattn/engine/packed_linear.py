@@ -129,7 +129,7 @@ def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
     packed: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
         plain = {
-            name: child for name, child in parent._modules.items() if isinstance(child, nn.Linear) and _is_plain(child)
+            name: child for name, child in parent._modules.items() if isinstance(child, nn.Linear) and is_packed(child)
         }
         for names in _OF_ONE_INPUT:
             group = [plain[name] for name in names if name in plain]
@@ -143,6 +143,11 @@ def pack_linears(model: nn.Module, to_int8: bool = False) -> None:
                 setattr(parent, name, packed[plain[name]])
             elif isinstance(child, HeadLinear):
                 setattr(parent, name, PackedHeadLinear(child))
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether `pack_linears` makes a packed copy of a module's weight."""
+    return isinstance(module, HeadLinear) or (isinstance(module, nn.Linear) and _is_plain(module))
 
 
 def unpacked_weights(model: nn.Module) -> list[str]:
