@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from trunkattn.cli import streams
+from trunkattn.cli.app import app
 from trunkattn.cli.streams import as_file, check_writable, print_json, write
 
 from .forked import Ended, run_all
@@ -100,6 +102,24 @@ def test_a_file_that_may_not_grow_is_told_in_a_line(tmp_path: Path) -> None:
     line = f"ulimit -f 1; '{sys.executable}' -m trunkattn analyze --help > {tmp_path / 'help'}"
     done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "File too large" in done.stderr
+
+
+def test_no_room_for_temporary_files_is_told_in_a_line() -> None:
+    program = (
+        "import tempfile, trunkattn.cli as cli; cli._run = tempfile.gettempdir; "
+        "tempfile._candidate_tempdir_list = lambda: ['/proc/nowhere']; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.count("\n")) == (
+        1,
+        1,
+    ) and "set TMPDIR to a folder that has room" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["generate", "", "--prompt", "x"], ["serve", "--model", ""]])
+def test_an_empty_model_is_not_the_current_folder(arguments: list[str]) -> None:
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2 and "'': expected a local" in found.output.replace("\n", "")
 
 
 def test_a_full_disk_is_told_in_a_line() -> None:

@@ -29,6 +29,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # of tempfile, which tries them all
+            sys.exit(f"trunkattn: {error.strerror}: make room in one of them, or set TMPDIR to a folder that has room")
         if error.errno not in WRITE_ERRORS or error.filename is not None:  # not about the output
             raise
         reason = "is full" if error.errno == errno.ENOSPC else f"takes no more ({error.strerror})"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
+from trunkattn.cli.option_kinds import local_model
 from trunkattn.validate import expanded
 
 Options = TypeVar("Options")
@@ -22,7 +23,9 @@ MODEL_ARGUMENT: Final = inspect.Parameter(
     annotation=Annotated[
         Path | None,
         typer.Argument(
-            metavar="MODEL", help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file."
+            parser=local_model,
+            metavar="MODEL",
+            help="A local Hugging Face folder (config.json and *.safetensors) or a .gguf file.",
         ),
     ],
 )

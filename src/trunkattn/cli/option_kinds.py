@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -42,6 +43,14 @@ def size(value: str | int) -> int:
     return int(Fraction(match[1]) * UNITS[match[2].lower()])
 
 
+def local_model(text: str) -> Path:
+    """The path of a model. Refuses an empty text, such as that of an unset variable: as a path it would mean the
+    current folder."""
+    if not text:
+        raise typer.BadParameter("'': expected a local Hugging Face folder or a .gguf file")
+    return Path(text)
+
+
 def text_option(panel: str | None, text: str, *names: str, metavar: str = "TEXT", **how: Any) -> Any:
     """An option. panel: its group in the help; text: what the help says. names: empty: that of its field. how: more
     arguments of `typer.Option`."""
@@ -53,7 +62,7 @@ def texts_option(panel: str | None, text: str, metavar: str = "TEXT", **how: Any
     return text_option(panel, f"{text} Repeat the option for more.", metavar=metavar, **how)
 
 
-def parsed_option(panel: str, text: str, *names: str, metavar: str, parser: Callable[[str], Any]) -> Any:
+def parsed_option(panel: str | None, text: str, *names: str, metavar: str, parser: Callable[[str], Any]) -> Any:
     """An option whose text a function turns into its value."""
     return text_option(panel, text, *names, metavar=metavar, parser=parser)
 

@@ -14,7 +14,9 @@ from trunkattn.cli.option_kinds import (
     SERVER,
     flag_option,
     integer_option,
+    local_model,
     number_option,
+    parsed_option,
     size_option,
     text_option,
     texts_option,
@@ -62,7 +64,7 @@ class EngineOptions:
 
     model: Annotated[
         Path,
-        text_option(None, "The same as MODEL.", metavar="PATH"),
+        parsed_option(None, "The same as MODEL.", metavar="PATH", parser=local_model),
     ]
     policy: Annotated[
         str,

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
-ANCHOR: Final = "a"  # a token before the one in question
+ANCHOR: Final = "a"  # a token before the one in question and behind it: a word's last token may write the next space
 
 
 def special_ids(tokenizer: Any | None) -> frozenset[int]:
@@ -30,6 +30,7 @@ class TokenBytes:
         self._known: dict[int, bytes | None] = {}
         self._added = {id_: str(token) for id_, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         self._decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._anchor = "" if self._decoder is None else self._decoder.decode([ANCHOR, ANCHOR]).removeprefix(ANCHOR)
         kinds = set() if self._decoder is None else _kinds(json.loads(self._decoder.__getstate__()))
         self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else {}
         self._has_byte_tokens = "ByteFallback" in kinds
@@ -55,7 +56,8 @@ class TokenBytes:
             return bytes(self._alphabet[character] for character in piece)
         if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        return _encoded(self._decoder.decode([ANCHOR, piece]).removeprefix(ANCHOR))
+        written = self._decoder.decode([ANCHOR, piece, ANCHOR]).removeprefix(ANCHOR)
+        return _encoded(written.removesuffix(self._anchor))
 
 
 def _encoded(text: str) -> bytes:
