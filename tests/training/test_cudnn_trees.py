@@ -78,6 +78,12 @@ def test_a_call_plans_once_and_has_gradients(monkeypatch: pytest.MonkeyPatch) ->
         for found, expected in zip(with_gradients(ours, given), textbook(tree, torch.float64, given), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert calls == ["plan", "attend", "attend"]
+    q, k, v = given[:3]
+    for other in ((q.float(), k.float(), v.float()), (q, k, v[..., :4]), (q[:, :2], k, v)):
+        calls.clear()
+        for _ in range(2):
+            ours(*other)
+        assert calls == ["plan", "attend", "attend"], "a plan for each dtype and shape of heads"
 
 
 def test_who_computes_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +141,9 @@ def test_an_unaligned_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = PrefixTree.from_segments([-1], [4])
     wide = torch.zeros(4, 2, 9, dtype=BF16)
     strided = torch.zeros(4, 2, 16, dtype=BF16)[..., :8]
-    attend(wide[..., 1:], strided, strided, tree, 1.0)
+    attend(wide[..., 1:], strided, wide[..., :8], tree, 1.0)
     assert seen[0].is_contiguous() and seen[1].data_ptr() == strided.data_ptr()
+    assert seen[2].is_contiguous(), "heads after the first begin between multiples of 16 bytes"
     memory = torch.zeros(4 * 2 * 256 + 64 + 8, dtype=BF16)
     begin = -memory.data_ptr() % 128 // 2  # where a multiple of 128 bytes is
     even, odd = (memory[begin + by :][: 4 * 2 * 256].view(4, 2, 256) for by in (0, 8))
