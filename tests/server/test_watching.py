@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -196,9 +197,12 @@ def test_the_page_has_the_figures_of_the_whole_server(start_server: Callable[...
     server = start_server()
     server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
     server.post("/v1/completions", {"prompt": 1})
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\n")  # as those ask who look what listens at a port
+        assert b" 505 " in connection.recv(100)
     with closing(snapshots(server)) as read:
         shot = next(read)
-    assert (shot["refused"], shot["failed"], shot["running"], shot["requests"]) == (1, 0, 0, [])
+    assert (shot["refused"], shot["failed"], shot["running"], shot["requests"]) == (2, 0, 0, [])
     assert 0 < shot["first_token_p50"] <= shot["first_token_p99"] <= shot["uptime"]
 
 

@@ -25,6 +25,7 @@ _COUNTS: Final = (
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found there."),
 )
+_OTHER_VERSION: Final = 505  # the client's fault, though its number is among the server's
 _KEPT_TIMES: Final = 2000  # to a first token
 _LABELS: Final = ("model_name",)
 
@@ -115,13 +116,16 @@ class Metrics:
         return [seconds for came, seconds in self._first_tokens.copy() if came >= time_s]
 
     def num_errors(self) -> tuple[int, int]:
-        """Requests that were refused (a status of 400 to 499), and that failed (500 or more)."""
-        counts = {"4": 0, "5": 0}
+        """Requests that were refused (a status of 400 to 499, or a version that is not HTTP/1), and that failed (500 or
+        more)."""
+        refused = failed = 0
         for sample in (sample for metric in self.requests.collect() for sample in metric.samples):
-            kind = sample.labels["status"][0]
-            if sample.name.endswith("_total") and kind in counts:
-                counts[kind] += int(sample.value)
-        return counts["4"], counts["5"]
+            status, count = int(sample.labels["status"]), int(sample.value) * sample.name.endswith("_total")
+            if 400 <= status < 500 or status == _OTHER_VERSION:
+                refused += count
+            elif status >= 500:
+                failed += count
+        return refused, failed
 
     def text(self) -> bytes:
         """The exposition."""
