@@ -48,7 +48,8 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
     names = hopper_backward_kernel.arg_names
     types = {
         "q_desc": rows, "k_desc": keys, "v_desc": keys, "dout_desc": rows,
-        "dq_desc": descriptor("fp32", DQ_BOX, 128), "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
+        "dq_sums": "*fp32" if tile.wide else descriptor("fp32", DQ_BOX, 128),
+        "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
         "work": KeyWork(out, out, "*i32" if tree and window else "constexpr", *["i32"] * 3),
         "batch": batch._replace(**absent),
         "scales": Scales("fp32", "fp32", "fp32"), "C": "constexpr",
@@ -63,6 +64,8 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
         values[names.index("work"), 2] = None
     aligned = {(place, Batch._fields.index(field)): [["tt.divisibility", 16]] for field in present}
     aligned |= {(names.index("work"), at): [["tt.divisibility", 16]] for at in pointers}
+    if tile.wide:
+        aligned[names.index("dq_sums"),] = [["tt.divisibility", 16]]
     source = GluonASTSource(hopper_backward_kernel, {name: types[name] for name in names}, values, aligned)
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -76,6 +76,15 @@ def test_what_it_refuses_goes_to_the_portable_kernel() -> None:
         assert chosen(**changes) == ("portable backward", reason)
 
 
+def by_threads(sums: torch.Tensor) -> torch.Tensor:
+    """Blocks of dq [..., 64, dim] in the order in which threads hold them after a matrix product: in a panel of 64 dims
+    warp w has the rows 16 w to 16 w + 15, and lane 4 i + j of it the columns 2 j and 2 j + 1 of each 8, in the rows i
+    and i + 8."""
+    warps, halves, rows, panels, eights, columns, pair = range(-7, 0)
+    parts = sums.unflatten(-1, (-1, 8, 4, 2)).unflatten(-5, (4, 2, 8))
+    return parts.movedim((panels, warps, eights, rows, columns, halves, pair), tuple(range(-7, 0))).contiguous()
+
+
 class MainKernel:
     """Stands in for the main kernel, in PyTorch, and keeps its arguments."""
 
@@ -89,7 +98,8 @@ class MainKernel:
             batch, heads = given["q_desc"].shape[0], self.case.heads[0]
             tile = given["C"].tile
             rows = given["rows_desc"].base.view(batch, heads, -1, 2, tile.block_m)
-            sums = given["dq_desc"].base.view(batch, heads, -1, tile.block_m, tile.dim)
+            dq_sums = given["dq_sums"] if tile.wide else given["dq_sums"].base
+            sums = dq_sums.view(batch, heads, -1, tile.block_m, tile.dim)
             for number, part in enumerate(self.sequences(given)):
                 first = part.begin_q // tile.block_m + number if self.case.packed else 0
                 at = slice(first, first - (-len(part.q) // tile.block_m))
@@ -97,6 +107,8 @@ class MainKernel:
                     own = rows[part.row, head, at].transpose(0, 1).flatten(1)[:, : len(part.q)]
                     dq = sums[part.row, head, at].flatten(0, 1)[: len(part.q), : part.q.shape[-1]]
                     self.add(part, head, own, dq, given["scales"])
+            if tile.wide:
+                dq_sums.copy_(by_threads(sums).view_as(dq_sums))
 
         return launch
 

@@ -45,7 +45,7 @@ _SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
 _ROWS_LAYOUT: Final = gl.NVMMASharedLayout(0, 32, 2)
 # The arguments that each call brings to the first and the last kernel, and those that it brings to the second
 _ROWS: Final = ("tensors", "batch")
-_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_desc", "work", "batch")
+_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_sums", "rows_desc", "work", "batch")
 
 
 class RowsTensors(NamedTuple):
@@ -151,6 +151,18 @@ def prepare_rows_kernel(
 
 
 @triton.jit
+def dq_place(m, d, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Returns where dim d of query m of a block lies in the block's sums of dq. Those of wide heads are panels of 64
+    dims, and a panel is in the order of warps, of instructions that add four numbers a thread, of threads, and of these
+    four numbers (`wide_gradients` writes them)."""
+    if not WIDE:
+        return m * DIM + d
+    column = d % 64
+    thread = m % 8 * 4 + column // 2 % 4
+    return d // 64 * 4096 + m // 16 * 1024 + column // 8 * 128 + thread * 4 + m // 8 % 2 * 2 + column % 2
+
+
+@triton.jit
 def write_gradients_kernel(
     tensors: RowsTensors,
     batch: RowsBatch,
@@ -161,6 +173,7 @@ def write_gradients_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Writes dq of a block of queries from its sums. The CTAs behind those of the `row_blocks` blocks add parts of dk,
@@ -170,7 +183,7 @@ def write_gradients_kernel(
         block = _find_block(batch, BLOCK, PACKED)
         index = number.to(tl.int64) * BLOCK
         m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
-        sums = tl.load(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :])
+        sums = tl.load(tensors.dq_sums + index * DIM + dq_place(m[:, None], d[None, :], DIM, WIDE))
         token_stride = batch.num_qo_heads * WIDTH.dim
         at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
         store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
@@ -195,28 +208,28 @@ def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
 
 
 @gluon.jit
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, scales, C: gl.constexpr):
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_sums, rows_desc, work, batch, scales, C: gl.constexpr):
     """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and adds to dq what the block
-    contributes."""
+    contributes. `dq_sums` is a pointer if heads are wide, and a descriptor otherwise."""
     T: gl.constexpr = C.tile
-    memory = allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T)
+    memory = allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T)
     if T.wide:
         wide = wide_memory(memory, q_desc.dtype, T)
         gl.warp_specialize(
             [
-                (consume_wide, (0, work, batch, scales, dq_desc, wide, C)),
-                (consume_wide, (1, work, batch, scales, dq_desc, wide, C)),
+                (consume_wide, (0, work, batch, scales, dq_sums, wide, C)),
+                (consume_wide, (1, work, batch, scales, dq_sums, wide, C)),
                 (produce, (work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C)),
             ],
             [4, 1],
             [_CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
-        narrow = narrow_memory(memory, q_desc.dtype, T)
+        narrow = narrow_memory(memory, dq_sums, q_desc.dtype, T)
         gl.warp_specialize(
             [
-                (consume_narrow, (0, work, batch, scales, dq_desc, narrow, C)),
-                (consume_narrow, (1, work, batch, scales, dq_desc, narrow, C)),
+                (consume_narrow, (0, work, batch, scales, dq_sums, narrow, C)),
+                (consume_narrow, (1, work, batch, scales, dq_sums, narrow, C)),
                 (produce, (work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C)),
             ],
             [4, 1],
@@ -225,13 +238,13 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc
 
 
 class _Maps(NamedTuple):
-    """The descriptors of the second kernel, without their tensors."""
+    """The descriptors of the second kernel, without their tensors. It takes dq_sums of wide heads as a pointer."""
 
     q: TensorMap
     k: TensorMap
     v: TensorMap
     dout: TensorMap
-    dq_sums: TensorMap
+    dq_sums: TensorMap | None
     rows: TensorMap
 
 
@@ -293,7 +306,8 @@ def backward(
     if bound.prepare is not None:
         bound.prepare((tensors, row_batch))
     if bound.main is not None:
-        descriptors = [each.of(base) for each, base in zip(bound.maps, (q, k, v, dout, dq_sums, rows), strict=True)]
+        given = (q, k, v, dout, dq_sums, rows)
+        descriptors = [base if each is None else each.of(base) for each, base in zip(bound.maps, given, strict=True)]
         written = parts[:2] if summed else (dk, dv)
         work = bound.work._replace(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
         bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
@@ -329,7 +343,7 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     fixed = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
     of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
     of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
-    of_q |= {"row_blocks": row_blocks, "PARTS": parts}
+    of_q |= {"row_blocks": row_blocks, "WIDE": tile.wide, "PARTS": parts}
     sum_blocks = sum(-(-tensor.numel() // SUMMED.value) for tensor in (k, v)) if parts > 1 else 0
     main, given, work = _bind_main(q, k, v, parts, sequences, tile)
     return _Bound(
@@ -343,7 +357,9 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
             k=tensor_map(k, WARPGROUP_ROWS.value, BOX_DIMS),
             v=tensor_map(v, WARPGROUP_ROWS.value, BOX_DIMS),
             dout=tensor_map(dout, tile.block_m, BOX_DIMS),
-            dq_sums=TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT),
+            dq_sums=None
+            if tile.wide
+            else TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT),
             rows=TensorMap([row_blocks * 2, tile.block_m], [tile.block_m, 1], [2, tile.block_m], _ROWS_LAYOUT),
         ),
         batch=given.batch,

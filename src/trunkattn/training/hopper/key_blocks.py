@@ -33,9 +33,10 @@ class BackwardTile(NamedTuple):
         key_panels, value_panels: how many panels of 64 dims of a key and of a value are loaded.
         num_stages, num_threads, stored: fields of the `PipelineShape` of the pipeline of queries.
         dout: the shape of the pipeline of dout.
-        scores, dk, dv, dq: layouts of the products.
-        copy_k, copy_v: layouts in which dk and dv are copied to memory.
+        scores, dq: layouts of the products.
         copy_panel: the layout in which a panel is copied.
+        dk, dv: layouts of their sums; None if heads are wide.
+        copy_k, copy_v: layouts in which dk and dv are copied to memory; None if heads are wide.
     """
 
     block_m: int
@@ -51,12 +52,17 @@ class BackwardTile(NamedTuple):
     stored: bool
     dout: PipelineShape
     scores: Any
+    dq: Any
+    copy_panel: Any
     dk: Any
     dv: Any
-    dq: Any
     copy_k: Any
     copy_v: Any
-    copy_panel: Any
+
+
+def product_layout(columns: int) -> gl.NVMMADistributedLayout:
+    """Returns the layout of a warpgroup's matrix product [64, columns]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
@@ -64,27 +70,22 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
 
     For heads of up to 128, each warpgroup owns half of the keys, and a block of queries has two panels of dq, one for
     each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more. For wider heads
-    a block has fewer keys, and each warpgroup owns half of the dims of all of them."""
+    a block has fewer keys, and each warpgroup owns some panels of dims of all of them."""
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
     wide = dim > _NARROW
     if wide:
         block_m, block_n, columns, dim_v = _PANEL, _PANEL, _PANEL // 2, max(dim_v, _NARROW)
-        widths, panels = (dim // 2, dim_v // 2), (-(-head_dim // _PANEL), -(-head_dim_v // _PANEL))
+        panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
     else:
         block_m, block_n = 2 * _PANEL * _PANEL // dim, 2 * _PANEL
-        columns, widths, panels = block_m, (dim, dim_v), (dim // _PANEL, dim_v // _PANEL)
-    dout_stages = 1 if dim_v > _NARROW else _NUM_STAGES  # shared memory holds no more
+        columns, panels = block_m, (dim // _PANEL, dim_v // _PANEL)
     dout = PipelineShape(
         head_dim=dim_v,
         block_n=block_m,
-        num_stages=dout_stages,
+        num_stages=_NUM_STAGES,
         num_threads=_NUM_THREADS,
         empty=BAR_DOUT_EMPTY.value,
-    )
-    scores, dk, dv, dq = (
-        gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
-        for width in (columns, *widths, _PANEL)
     )
     return BackwardTile(
         block_m=block_m,
@@ -99,13 +100,13 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         num_threads=_NUM_THREADS,
         stored=False,
         dout=dout,
-        scores=scores,
-        dk=dk,
-        dv=dv,
-        dq=dq,
-        copy_k=copy_layout(widths[0]),
-        copy_v=copy_layout(widths[1]),
+        scores=product_layout(columns),
+        dq=product_layout(_PANEL),
         copy_panel=copy_layout(_PANEL),
+        dk=None if wide else product_layout(dim),
+        dv=None if wide else product_layout(dim_v),
+        copy_k=None if wide else copy_layout(dim),
+        copy_v=None if wide else copy_layout(dim_v),
     )
 
 

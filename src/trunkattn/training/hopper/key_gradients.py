@@ -52,11 +52,14 @@ from trunkattn.training.hopper.key_loads import (
 
 class NarrowMemory(NamedTuple):
     """Shared memory of the consumers. `loaded` is a `KeyMemory`. `ds` holds dsᵀ of two blocks of queries, each in two
-    parts, one for each warpgroup. `ds_panels` is the same memory in panels of 64 queries."""
+    parts, one for each warpgroup. `ds_panels` is the same memory in panels of 64 queries. `dq` holds each warpgroup's
+    part of a block's dq [64, 64], and `dq_boxes` is the same memory as TMA reads it."""
 
     loaded: Any
     ds: Any
     ds_panels: Any
+    dq: Any
+    dq_boxes: Any
 
 
 class _Given(NamedTuple):
@@ -143,15 +146,16 @@ def _start_dq(WARPGROUP: gl.constexpr, buffer, narrow, T: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(WARPGROUP: gl.constexpr, dq, m, member, task, dq_desc, loaded, T: gl.constexpr):
+def _add_dq(WARPGROUP: gl.constexpr, dq, m, member, task, given, T: gl.constexpr):
     """Starts to add a warpgroup's part of dq to memory."""
     PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
     PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
-    loaded.dq.index(WARPGROUP).store(dq)
+    given.memory.dq.index(WARPGROUP).store(dq)
     fence_async_shared()
     row = (task.row_block + member * task.num_row_blocks + m) * T.block_m + PANEL_Q * 64
     for part in gl.static_range(2):
-        tma_add(dq_desc, [row, PANEL_D * 64 + part * FLOAT_BOX], loaded.dq_boxes.index(2 * WARPGROUP + part))
+        box = given.memory.dq_boxes.index(2 * WARPGROUP + part)
+        tma_add(given.dq_desc, [row, PANEL_D * 64 + part * FLOAT_BOX], box)
 
 
 @gluon.jit
@@ -203,18 +207,26 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     consumer_release(index, BAR_Q_EMPTY, T)
     tma.store_wait(0)
     dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
-    _add_dq(WARPGROUP, dq, m, member, task, given.dq_desc, memory, T)
+    _add_dq(WARPGROUP, dq, m, member, task, given, T)
     if AHEAD:
         next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
     return _State(dk, dv, next_scores)
 
 
 @gluon.jit
-def narrow_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
+def narrow_memory(loaded, dq_desc, dtype: gl.constexpr, T: gl.constexpr):
     """Allocates a `NarrowMemory`."""
     BLOCK_M: gl.constexpr = T.block_m
+    DQ: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     ds = gl.allocate_shared_memory(dtype, [4, WARPGROUP_ROWS, BLOCK_M], SWIZZLED)
-    return NarrowMemory(loaded, ds, reinterpret(ds, dtype, (4 * BLOCK_M // 64, WARPGROUP_ROWS, 64), SWIZZLED))
+    dq_boxes = gl.allocate_shared_memory(gl.float32, [4, 64, FLOAT_BOX], dq_desc.layout)
+    return NarrowMemory(
+        loaded=loaded,
+        ds=ds,
+        ds_panels=reinterpret(ds, dtype, (4 * BLOCK_M // 64, WARPGROUP_ROWS, 64), SWIZZLED),
+        dq=reinterpret(dq_boxes, gl.float32, (2, 64, 64), DQ),
+        dq_boxes=dq_boxes,
+    )
 
 
 @gluon.jit

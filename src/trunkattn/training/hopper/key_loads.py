@@ -35,14 +35,12 @@ class KeyMemory(NamedTuple):
     v_boxes: Any
     q_boxes: Any
     dout_boxes: Any
-    dq_boxes: Any
     k: Any
     v: Any
     q: Any
     dout: Any
     k_panels: Any
     v_panels: Any
-    dq: Any
     rows: Any
     row_boxes: Any
     kv_full: Any
@@ -169,7 +167,7 @@ def _boxes(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T: gl.constexpr):
+def allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T: gl.constexpr):
     """Allocates the shared memory and initializes all barriers."""
     STAGES: gl.constexpr = T.num_stages
     DOUT_STAGES: gl.constexpr = T.dout.num_stages
@@ -184,12 +182,10 @@ def allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T: gl.conste
     v_boxes = _boxes(v_desc, PARTS * V_PANELS, WARPGROUP_ROWS)
     q_boxes = _boxes(q_desc, STAGES * K_PANELS, BLOCK_M)
     dout_boxes = _boxes(dout_desc, DOUT_STAGES * V_PANELS, BLOCK_M)
-    dq_boxes = gl.allocate_shared_memory(gl.float32, [4, 64, FLOAT_BOX], dq_desc.layout)
     row_boxes = gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_M], rows_desc.layout)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     COLUMNS: gl.constexpr = T.columns
     ROW_PARTS: gl.constexpr = BLOCK_M // COLUMNS
-    DQ: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], mbarrier.MBarrierLayout())
@@ -203,14 +199,12 @@ def allocate(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, T: gl.conste
         v_boxes=v_boxes,
         q_boxes=q_boxes,
         dout_boxes=dout_boxes,
-        dq_boxes=dq_boxes,
         k=reinterpret(k_boxes, dtype, (PARTS, WARPGROUP_ROWS, DIM), SWIZZLED),
         v=reinterpret(v_boxes, dtype, (PARTS, WARPGROUP_ROWS, DIM_V), SWIZZLED),
         q=reinterpret(q_boxes, dtype, (STAGES, BLOCK_M, DIM), SWIZZLED),
         dout=reinterpret(dout_boxes, dtype, (DOUT_STAGES, BLOCK_M, DIM_V), SWIZZLED),
         k_panels=reinterpret(k_boxes, dtype, (PARTS * K_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
         v_panels=reinterpret(v_boxes, dtype, (PARTS * V_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
-        dq=reinterpret(dq_boxes, gl.float32, (2, 64, 64), DQ),
         rows=reinterpret(row_boxes, gl.float32, (2 * STAGES * ROW_PARTS, COLUMNS), ROWS),
         row_boxes=row_boxes,
         kv_full=kv_full,
