@@ -234,7 +234,8 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     # dV += Pᵀ·dO
     dv = warpgroup_mma(p_last, _tile_part(memory.dout, last % DOUT.num_stages, DV_PART), state.dv, is_async=True)
     dq = warpgroup_mma_wait(T.key_panels + T.value_panels + 2, deps=(dq,))
-    _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first, T)
+    if index > 0:
+        _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first, T)
     dk, scores, dp = warpgroup_mma_wait(1, deps=(dk, scores, dp))
     if index > 0:
         consumer_release(last, BAR_Q_EMPTY, T)
@@ -247,7 +248,8 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     if MORE:
         dq = _start_dq(ds_last, memory.k, DQ_PART.first + 1, T)
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
-        _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first + 1, T)
+        if index > 0:
+            _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first + 1, T)
     else:
         dv = warpgroup_mma_wait(0, deps=(dv,))
     if index > 0:
