@@ -59,7 +59,7 @@ def test_who_computes_each_pass(config: TrainingConfig, forward: str, backward: 
 
 def test_cudnn_computes_both_passes_where_none_of_them_is_faster_elsewhere() -> None:
     assert chosen(Work.BATCH, LONG) is chosen(Work.BATCH, PLAIN) is None
-    for head_dim in (32, 160):
+    for head_dim in (32, 224):
         assert chosen(Work.BATCH, PLAIN._replace(head_dim=head_dim, head_dim_v=head_dim)) == "cuDNN of PyTorch"
     assert chosen(Work.BATCH, LONG, capability=100) == "cuDNN of PyTorch"
     choice = choose(Work.BATCH, PLAIN, Card(ASSUMED.facts._replace(capability=90), ASSUMED.model))
