@@ -22,6 +22,24 @@ _LOG2_E = gl.constexpr(LOG2_E)
 BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
 
+class WidePart(NamedTuple):
+    """Panels of 64 dims of wide heads that one warpgroup computes: 1 or 2 of them, from panel `first` on.
+    `sums` is the layout of the warpgroup's matrix product, and `copy` the layout in which it is copied to memory."""
+
+    first: int
+    num_panels: int
+    sums: Any
+    copy: Any
+
+
+class WideParts(NamedTuple):
+    """What one warpgroup computes of dk, dv and dq of wide heads."""
+
+    dk: WidePart
+    dv: WidePart
+    dq: WidePart
+
+
 class BackwardTile(NamedTuple):
     """Constants of the main loop.
 
@@ -37,6 +55,7 @@ class BackwardTile(NamedTuple):
         copy_panel: the layout in which a panel is copied.
         dk, dv: layouts of their sums; None if heads are wide.
         copy_k, copy_v: layouts in which dk and dv are copied to memory; None if heads are wide.
+        parts: what each of the two warpgroups computes of wide heads; None if heads are not wide.
     """
 
     block_m: int
@@ -58,11 +77,28 @@ class BackwardTile(NamedTuple):
     dv: Any
     copy_k: Any
     copy_v: Any
+    parts: tuple[WideParts, WideParts] | None
 
 
 def product_layout(columns: int) -> gl.NVMMADistributedLayout:
     """Returns the layout of a warpgroup's matrix product [64, columns]."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+def _part(panels: int, has_first: bool) -> WidePart:
+    first = 2 if panels > 2 else 1
+    begin, count = (0, first) if has_first else (first, max(1, panels - first))
+    return WidePart(begin, count, product_layout(_PANEL * count), copy_layout(_PANEL * count))
+
+
+def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WideParts]:
+    """Divides the panels between the two warpgroups. Of three panels each warpgroup computes two either of dk or of
+    dq. A warpgroup for which no panel is left computes one that is not written."""
+    first, second = (
+        WideParts(_part(key_panels, has_first), _part(value_panels, not has_first), _part(key_panels, not has_first))
+        for has_first in (True, False)
+    )
+    return first, second
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
@@ -107,6 +143,7 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         dv=None if wide else product_layout(dim_v),
         copy_k=None if wide else copy_layout(dim),
         copy_v=None if wide else copy_layout(dim_v),
+        parts=_wide_parts(*panels) if wide else None,
     )
 
 

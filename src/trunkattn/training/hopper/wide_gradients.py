@@ -21,15 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trunkattn.gpu.hopper.common import SWIZZLED, WARPGROUP_ROWS, reinterpret
-from trunkattn.gpu.hopper.online_softmax import copy_layout
 from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait
 from trunkattn.training.hopper.key_blocks import (
     BAR_DOUT_EMPTY,
     BAR_Q_EMPTY,
-    BackwardTile,
     find_keys,
     own_keys,
-    product_layout,
     weights,
 )
 from trunkattn.training.hopper.key_loads import Full, consumers_meet, walk_queries, write_rows, zero_rows
@@ -38,37 +35,6 @@ _PANEL = gl.constexpr(64)
 _PANEL_NUMBERS = gl.constexpr(64 * 64)
 _HALF_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # a row of 32 numbers is as long as the swizzle
 _P, _DS = gl.constexpr(0), gl.constexpr(1)
-_copy_layout, _product_layout = gluon.constexpr_function(copy_layout), gluon.constexpr_function(product_layout)
-
-
-class Part(NamedTuple):
-    """The panels of a head that a warpgroup computes: `count` of them, 1 or 2, from panel `first` on."""
-
-    first: int
-    count: int
-
-
-@gluon.constexpr_function
-def _part(panels: int, has_first: bool) -> Part:
-    """Divides the panels between the warpgroups. `has_first` is true for the one that computes the first panels."""
-    first = 2 if panels > 2 else 1
-    return Part(0, first) if has_first else Part(first, max(1, panels - first))
-
-
-@gluon.constexpr_function
-def _dk_part(WARPGROUP: int, T: BackwardTile) -> Part:
-    return _part(T.key_panels, WARPGROUP == 0)
-
-
-@gluon.constexpr_function
-def _dv_part(WARPGROUP: int, T: BackwardTile) -> Part:
-    return _part(T.value_panels, WARPGROUP == 1)
-
-
-@gluon.constexpr_function
-def _dq_part(WARPGROUP: int, T: BackwardTile) -> Part:
-    """Of three panels each warpgroup computes two, either of dk or of dq."""
-    return _part(T.key_panels, WARPGROUP == 1)
 
 
 class Panels(NamedTuple):
@@ -109,7 +75,8 @@ class _Given(NamedTuple):
 
 class _State(NamedTuple):
     """The sums dk and dv [64, dims of the warpgroup] over queries, without those of the last block, whose pᵀ and dsᵀ
-    are in shared memory. dk is not yet multiplied by sm_scale. `dq_block` is where the last block's dq belongs."""
+    are in shared memory. dk is not yet multiplied by sm_scale. `dq_block` says which block's sums of dq in memory the
+    last block's dq is added to, and `last` is its number in the order of the task."""
 
     dk: Any
     dv: Any
@@ -144,7 +111,7 @@ def wide_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _tile_part(panels, stage, PART: gl.constexpr):
     """Returns the panels `PART` of a tile [64, dims]."""
-    if PART.count == 2:
+    if PART.num_panels == 2:
         return panels.two.index((stage * panels.room + PART.first) // 2)
     else:
         return panels.one.index(stage * panels.room + PART.first)
@@ -213,10 +180,12 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     SCORES: gl.constexpr = T.scores
-    DK_PART: gl.constexpr = _dk_part(WARPGROUP, T)
-    DV_PART: gl.constexpr = _dv_part(WARPGROUP, T)
-    DQ_PART: gl.constexpr = _dq_part(WARPGROUP, T)
-    MORE: gl.constexpr = DQ_PART.count - 1
+    PARTS: gl.constexpr = T.parts[WARPGROUP]
+    DK: gl.constexpr = PARTS.dk
+    DV: gl.constexpr = PARTS.dv
+    FIRST_DQ: gl.constexpr = PARTS.dq.first
+    DQ_COUNT: gl.constexpr = PARTS.dq.num_panels
+    MORE: gl.constexpr = DQ_COUNT - 1
     memory, loaded = given.memory, given.memory.loaded
     stage, dout_stage, last = index % T.num_stages, index % DOUT.num_stages, state.last
     rows = task.len_q - m * T.block_m
@@ -224,18 +193,18 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
         _zero_tail(WARPGROUP, memory, index, rows, C)
     buffer = (index + 1) % 2
     p_last, ds_last = memory.weights.index(2 * buffer + _P), memory.weights.index(2 * buffer + _DS)
-    dq = _start_dq(ds_last, memory.k, DQ_PART.first, T)
+    dq = _start_dq(ds_last, memory.k, FIRST_DQ, T)
     # dK += dSᵀ·Q
-    dk = warpgroup_mma(ds_last, _tile_part(memory.q, last % T.num_stages, DK_PART), state.dk, is_async=True)
+    dk = warpgroup_mma(ds_last, _tile_part(memory.q, last % T.num_stages, DK), state.dk, is_async=True)
     consumer_wait(Full(loaded.q_full), index, T)
     scores = _start_product(WARPGROUP, memory.k, memory.q, stage, T.key_panels, T)  # Sᵀ = K·Qᵀ
     consumer_wait(Full(loaded.dout_full), index, DOUT)
     dp = _start_product(WARPGROUP, memory.v, memory.dout, dout_stage, T.value_panels, T)  # dPᵀ = V·dOᵀ
     # dV += Pᵀ·dO
-    dv = warpgroup_mma(p_last, _tile_part(memory.dout, last % DOUT.num_stages, DV_PART), state.dv, is_async=True)
+    dv = warpgroup_mma(p_last, _tile_part(memory.dout, last % DOUT.num_stages, DV), state.dv, is_async=True)
     dq = warpgroup_mma_wait(T.key_panels + T.value_panels + 2, deps=(dq,))
     if index > 0:
-        _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first, T)
+        _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ, T)
     dk, scores, dp = warpgroup_mma_wait(1, deps=(dk, scores, dp))
     if index > 0:
         consumer_release(last, BAR_Q_EMPTY, T)
@@ -246,10 +215,10 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     memory.weight_halves.index(half).store(p.to(loaded.q.dtype))
     memory.weight_halves.index(half + 2).store((sloped * (dp - delta[None, :])).to(loaded.q.dtype))
     if MORE:
-        dq = _start_dq(ds_last, memory.k, DQ_PART.first + 1, T)
+        dq = _start_dq(ds_last, memory.k, FIRST_DQ + 1, T)
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         if index > 0:
-            _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first + 1, T)
+            _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ + 1, T)
     else:
         dv = warpgroup_mma_wait(0, deps=(dv,))
     if index > 0:
@@ -263,19 +232,20 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
 def _add_last(WARPGROUP: gl.constexpr, state, given, C: gl.constexpr):
     """Adds what the last block of queries contributes. Returns dk and dv."""
     T: gl.constexpr = C.tile
-    DK_PART: gl.constexpr = _dk_part(WARPGROUP, T)
-    DV_PART: gl.constexpr = _dv_part(WARPGROUP, T)
-    DQ_PART: gl.constexpr = _dq_part(WARPGROUP, T)
+    PARTS: gl.constexpr = T.parts[WARPGROUP]
+    DK: gl.constexpr = PARTS.dk
+    DV: gl.constexpr = PARTS.dv
+    FIRST_DQ: gl.constexpr = PARTS.dq.first
+    DQ_COUNT: gl.constexpr = PARTS.dq.num_panels
     memory, last = given.memory, state.last
     buffer = last % 2
     p, ds = memory.weights.index(2 * buffer + _P), memory.weights.index(2 * buffer + _DS)
-    dk = warpgroup_mma(ds, _tile_part(memory.q, last % T.num_stages, DK_PART), state.dk, is_async=True)
-    dv = warpgroup_mma(p, _tile_part(memory.dout, last % T.dout.num_stages, DV_PART), state.dv, is_async=True)
-    DQ_COUNT: gl.constexpr = DQ_PART.count
+    dk = warpgroup_mma(ds, _tile_part(memory.q, last % T.num_stages, DK), state.dk, is_async=True)
+    dv = warpgroup_mma(p, _tile_part(memory.dout, last % T.dout.num_stages, DV), state.dv, is_async=True)
     for part in gl.static_range(DQ_COUNT):
-        dq = _start_dq(ds, memory.k, DQ_PART.first + part, T)
+        dq = _start_dq(ds, memory.k, FIRST_DQ + part, T)
         dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
-        _add_dq(dq, given.dq_sums, state.dq_block, DQ_PART.first + part, T)
+        _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ + part, T)
     return dk, dv
 
 
@@ -305,13 +275,14 @@ def _start(WARPGROUP: gl.constexpr, task, memory, C: gl.constexpr):
 def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, dq_sums, memory, C: gl.constexpr):
     """Runs consumer warpgroup 0 or 1."""
     T: gl.constexpr = C.tile
-    task, loaded = find_keys(work, batch, C), memory.loaded
-    DK_PART: gl.constexpr = _dk_part(WARPGROUP, T)
-    DV_PART: gl.constexpr = _dv_part(WARPGROUP, T)
-    DK: gl.constexpr = _product_layout(_PANEL * DK_PART.count)
-    DV: gl.constexpr = _product_layout(_PANEL * DV_PART.count)
-    dk = gl.zeros([WARPGROUP_ROWS, _PANEL * DK_PART.count], gl.float32, DK)
-    dv = gl.zeros([WARPGROUP_ROWS, _PANEL * DV_PART.count], gl.float32, DV)
+    task = find_keys(work, batch, C)
+    PARTS: gl.constexpr = T.parts[WARPGROUP]
+    DK: gl.constexpr = PARTS.dk
+    DV: gl.constexpr = PARTS.dv
+    DK_SUMS: gl.constexpr = DK.sums
+    DV_SUMS: gl.constexpr = DV.sums
+    dk = gl.zeros([WARPGROUP_ROWS, _PANEL * DK.num_panels], gl.float32, DK_SUMS)
+    dv = gl.zeros([WARPGROUP_ROWS, _PANEL * DV.num_panels], gl.float32, DV_SUMS)
     if task.end > task.begin:
         n = task.first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores))
         given = _Given(own_keys(n, task, batch, scales, C), memory, dq_sums)
@@ -322,12 +293,12 @@ def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, dq_sums, memory, 
     consumers_meet()
     token = task.out_row * batch.seqlen_k + task.begin_k + task.first
     rows, num_heads = task.len_k - task.first, batch.num_qo_heads // C.group_size
-    k_tile, v_tile = _tile_part(memory.k, 0, DK_PART), _tile_part(memory.v, 0, DV_PART)
+    k_tile, v_tile = _tile_part(memory.k, 0, DK), _tile_part(memory.v, 0, DV)
     IN_PARTS: gl.constexpr = C.members < C.group_size
-    OUT_K: gl.constexpr = DK if IN_PARTS else _copy_layout(_PANEL * DK_PART.count)
-    OUT_V: gl.constexpr = DV if IN_PARTS else _copy_layout(_PANEL * DV_PART.count)
-    FIRST_K: gl.constexpr = DK_PART.first * _PANEL
-    FIRST_V: gl.constexpr = DV_PART.first * _PANEL
+    OUT_K: gl.constexpr = DK_SUMS if IN_PARTS else DK.copy
+    OUT_V: gl.constexpr = DV_SUMS if IN_PARTS else DV.copy
+    FIRST_K: gl.constexpr = DK.first * _PANEL
+    FIRST_V: gl.constexpr = DV.first * _PANEL
     dk = dk * scales.sm_scale
     write_rows(k_tile, dk, work.dk, token, rows, task.kv_head, num_heads, FIRST_K, C.head_dim, OUT_K)
     write_rows(v_tile, dv, work.dv, token, rows, task.kv_head, num_heads, FIRST_V, C.head_dim_v, OUT_V)
