@@ -94,8 +94,7 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
 
 
 def _has_faster_passes(config: TrainingConfig) -> bool:
-    """Whether both passes for Hopper together are faster than those of cuDNN with heads above 128, as measured on an
-    H200."""
+    """Whether both passes for Hopper together are faster than those of cuDNN, with heads above 128."""
     narrower, wider = sorted((config.head_dim, config.head_dim_v))
     return narrower > 128 and (wider <= 192 or config.is_grouped)
 
