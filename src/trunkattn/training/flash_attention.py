@@ -129,7 +129,7 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
         return None
     tree = options.tree
     names = _NOT_IN_TREES if tree is not None else _NOT_IN_BATCHES
-    given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
+    given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]
     if tree is None and options.causal and q.shape[1] != k.shape[1]:
         given.append(spec.UNEVEN)
     if tree is not None and tree.num_levels > spec.CUDNN_LEVELS:

@@ -212,21 +212,12 @@ def _below_autograd(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         return op(*given)
 
 
-def _applied(function: Any, given: tuple[Any, ...]) -> Any:
-    """The results of an autograd function. Within torch.func's transformations it belongs to the one that has called
-    its op, while `Function.apply` begins with the innermost one."""
-    if not torch._C._are_functorch_transforms_active():
-        return function.apply(*given)
+def _transformed(function: Any, given: tuple[Any, ...]) -> Any:
+    """The results of an autograd function within torch.func's transformations. It belongs to the transformation that
+    has called its op, while `Function.apply` begins with the innermost one. Autograd does not record within it, but
+    outer transformations do."""
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*given)
-
-
-def _forward_of(op: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """What an autograd function computes. Autograd does not record within it, but outer transformations do."""
-    if not torch._C._are_functorch_transforms_active():
-        return _below_autograd(op, given)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return _below_autograd(op, given)
 
 
 def _no_tangents(ctx: Any, *grad_inputs: Any) -> Any:
@@ -242,7 +233,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Pair:
-        found: Pair = _forward_of(attention, given)
+        found: Pair = _below_autograd(attention, given)
         ctx.options = given[-3:]
         ctx.set_materialize_grads(False)  # most callers ask for no lse
         # autograd saves no tensor that was made in inference mode, but its copy
@@ -266,7 +257,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        return _forward_of(_backward, given)
+        return _below_autograd(_backward, given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -278,15 +269,42 @@ class _Gradients(torch.autograd.Function):
     jvp = staticmethod(_no_tangents)
 
 
+class _TransformedAttention(_Attention):
+    """`_Attention` within torch.func's transformations."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Pair:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return _Attention.forward(ctx, *given)
+
+
+class _TransformedGradients(_Gradients):
+    """`_Gradients` within torch.func's transformations."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return _Gradients.forward(ctx, *given)
+
+
 @library.impl("trunkattn::flash_attention", "Autograd")
 def _(*given: Any) -> Pair:
-    found: Pair = _applied(_Attention, given) if are_recorded() else _below_autograd(attention, given)
+    if not are_recorded():
+        found: Pair = _below_autograd(attention, given)
+    elif torch._C._are_functorch_transforms_active():
+        found = _transformed(_TransformedAttention, given)
+    else:
+        found = _Attention.apply(*given)
     return found
 
 
 @library.impl("trunkattn::flash_attention_backward", "Autograd")
 def _(*given: Any) -> Any:
-    return _applied(_Gradients, given) if are_recorded() else _below_autograd(_backward, given)
+    if not are_recorded():
+        return _below_autograd(_backward, given)
+    if torch._C._are_functorch_transforms_active():
+        return _transformed(_TransformedGradients, given)
+    return _Gradients.apply(*given)
 
 
 def _cpu_sequences(tensors: Triple, given: Sequences) -> Iterator[tuple[tuple[slice, slice], CpuSequence]]:
