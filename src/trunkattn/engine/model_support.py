@@ -275,14 +275,15 @@ def _at_most(num_values: float) -> Iterator[None]:
     Raises:
         UnsupportedAttention: as soon as there are more.
     """
-    made, thread = list[int](), get_ident()
+    num_made, num_weights, thread = 0, 0, get_ident()
 
     def count(_: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal num_made, num_weights
         if parameter is not None and get_ident() == thread:
-            made.append(parameter.numel())
-            if len(made) > MOST_MADE and sum(made) > MANY_TIMES * num_values:
+            num_made, num_weights = num_made + 1, num_weights + parameter.numel()
+            if num_made > MOST_MADE and num_weights > MANY_TIMES * num_values:
                 raise UnsupportedAttention(
-                    f"its configuration describes more than a model of {sum(made):,} weights, and its files hold "
+                    f"its configuration describes more than a model of {num_weights:,} weights, and its files hold "
                     f"{num_values:,} numbers; correct the sizes in its configuration, or copy the files again"
                 )
 
