@@ -64,6 +64,11 @@ def speeds(rows: Iterable[Row], way: str, peers: Sequence[str], part: str = "bot
     return found
 
 
+def with_all(rows: Iterable[Row], peers: Sequence[str]) -> list[Row]:
+    """The rows in which all of some peers were measured: elsewhere the fastest of them is not known."""
+    return [row for row in rows if all(ms_of(row, peer) for peer in peers)]
+
+
 def rows_of(name: str) -> list[Row]:
     """The rows of a result; none if there is no such result."""
     return load(name)["rows"] if exists(name) else []
@@ -127,10 +132,10 @@ def batches() -> Section | None:
     text = f"""## Batches beside peers
 
 TFLOP/s forward / backward, bf16, FlashAttention-3 forward only. "TrunkAttention" is what a user of `flash_attention`
-gets: PyTorch's cuDNN for both passes, or for the forward pass where our own backward pass is faster. "With
-FlashAttention-4" is what a user gets who installs the extra `flash-attn-4`. "Own kernels" are what it takes elsewhere.
-Then ratios of speeds: what a user gets over PyTorch's cuDNN, both passes; own kernels over the
-faster of cuDNN and FlashAttention-4, where both were measured.
+gets: PyTorch's cuDNN, and our own kernels for the passes in which they are faster. "With FlashAttention-4" is what a
+user gets who installs the extra `flash-attn-4`. "Own kernels" are what it takes elsewhere. Then ratios of speeds: what
+a user gets over PyTorch's cuDNN, both passes; own kernels over the faster of cuDNN and FlashAttention-4, where both
+were measured.
 {measured(everywhere)}
 
 {table(head, rows, 2)}
@@ -150,8 +155,7 @@ def ratios(row: Row) -> list[str]:
     """What a user gets over cuDNN, and own kernels over the faster of what they are held to, if all of it was
     measured."""
     found = [speeds([row], "default", ("torch_cudnn",))]
-    peers = FASTEST if all(ms_of(row, peer) for peer in FASTEST) else ()
-    found += [speeds([row], "one_pass", peers, part) for part in PARTS[:2]]
+    found += [speeds(with_all([row], FASTEST), "one_pass", FASTEST, part) for part in PARTS[:2]]
     return [f"{each[0]:.2f}" if each else "" for each in found]
 
 
@@ -181,7 +185,7 @@ def lengths() -> Section | None:
         for (mask, heads), group in groupby(sorted(rows_of(name), key=kind_of), kind_of):
             found = list(group)
             for way, peers in COMPARED:
-                parts = [speeds(found, way, peers, part) for part in PARTS]
+                parts = [speeds(with_all(found, peers), way, peers, part) for part in PARTS]
                 if len(parts[-1]) < FEWEST:
                     continue
                 than = "the faster of both" if len(peers) > 1 else PEERS[peers[0]]

@@ -68,6 +68,16 @@ def test_batches_show_speeds_ratios_and_losses(results: Path) -> None:
     )
 
 
+def test_the_faster_of_two_is_known_where_both_were_measured(results: Path) -> None:
+    rows = [batch(shape.name) for shape in (*GRID[:6], SHAPES[1])]
+    next(row for row in rows if row["shape"] == SHAPES[0].name)["flash_attention_4"] = {"missing": "no module"}
+    write(results, "flash-training-h100", rows)
+    found, made = training.batches(), training.lengths()
+    assert found and made and "| 100 / 29 |  | 200 | 1.12 |  |  |" in found.text
+    own = [line.split(" | ")[3:5] for line in made.text.splitlines() if "| own kernels |" in line]
+    assert own == [["PyTorch flash", "6"], ["the faster of both", "5"]]
+
+
 def test_lengths_are_means_of_at_least_four(results: Path) -> None:
     write(results, "flash-training-h100", [batch(shape.name) for shape in (*GRID[:6], *GRID[6:9])])
     made = training.lengths()

@@ -88,13 +88,13 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
         reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
     elif not reasons and not refuses_cudnn_forward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
-    elif not reasons and _has_faster_passes(config) and not refuses_hopper_backward(config, card):
+    elif not reasons and _hopper_is_faster(config) and not refuses_hopper_backward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper passes are faster")
     return reasons
 
 
-def _has_faster_passes(config: TrainingConfig) -> bool:
-    """Whether heads above 128 take less time in the passes for Hopper than in cuDNN."""
+def _hopper_is_faster(config: TrainingConfig) -> bool:
+    """Whether keys and values of more than 128 dims take less time in both Hopper passes than in cuDNN's."""
     narrower, wider = sorted((config.head_dim, config.head_dim_v))
     return narrower > 128 and (wider <= 192 or config.is_grouped)
 

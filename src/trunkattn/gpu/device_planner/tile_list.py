@@ -196,7 +196,7 @@ def _list_segments(to, wanted, subtile, deal, worker, nodes, rows, pages, SIZES:
         to: where the item's segments are listed.
         nodes, rows: of the tile.
         DEALT: whether the segments are dealt to subtiles, the places that are left over filled with empty segments.
-            Without, all of the tile concerns the one subtile.
+            Otherwise there is one subtile, and all of the tile concerns it.
     """
     NODES: tl.constexpr = SIZES.nodes
     k = tl.arange(0, NODES)

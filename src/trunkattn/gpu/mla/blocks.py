@@ -198,9 +198,9 @@ def queries_arrive(C: gl.constexpr):
 
 @gluon.jit
 def locate(segments, at, end, C: gl.constexpr):
-    """Returns the boxes of a block that begins with segment `at`, one for each segment. A box with
-    fewer tokens than it has room for ends with the last of them. What lies before the tokens is finite, or TMA sets it
-    to 0; what lies behind may be NaN."""
+    """Returns the boxes of a block that begins with segment `at`, one for each segment. A box with fewer tokens than it
+    has room for ends with the last of them. What lies before the tokens is finite, or TMA sets it to 0; what lies
+    behind may be NaN."""
     page: gl.tuple = ()
     token: gl.tuple = ()
     for i in gl.static_range(C.block_rows // C.segment_size):

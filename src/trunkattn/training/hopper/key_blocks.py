@@ -92,8 +92,8 @@ def _part(panels: int, has_first: bool) -> WidePart:
 
 
 def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WideParts]:
-    """Divides the panels between the two warpgroups. Of three panels each warpgroup computes two either of dk or of
-    dq. A warpgroup for which no panel is left computes one that is not written."""
+    """Divides the panels between the two warpgroups. If keys have three, one warpgroup computes two panels of dk, and
+    the other one two panels of dq. A warpgroup for which no panel is left computes one that is not written."""
     first, second = (
         WideParts(_part(key_panels, has_first), _part(value_panels, not has_first), _part(key_panels, not has_first))
         for has_first in (True, False)
@@ -232,7 +232,8 @@ class OwnKeys(NamedTuple):
 @gluon.constexpr_function
 def skips_blocks(C: BackwardConstants) -> bool:
     """Whether whole blocks of queries may be skipped. In a tree with a window, blocks beyond the window lie between
-    others, since tokens are in pre-order. Where nothing is skipped, the scores of the next block are computed ahead."""
+    others, since tokens are in pre-order. For heads of up to 128, the scores of the next block are computed ahead where
+    nothing is skipped."""
     return C.variant.tree and C.variant.window
 
 
@@ -301,7 +302,8 @@ def needs_masks(C: BackwardConstants) -> bool:
 
 @gluon.jit
 def is_reached(work, task, m, C: gl.constexpr):
-    """Whether some query of block m of a sequence may see a key of the task."""
+    """Whether some query of block m of a sequence may see a key of the task. Every task with blocks of queries has such
+    a block, because a token sees itself, and `wide_gradients` relies on this."""
     if skips_blocks(C):
         return gl.load(work.block_depths + m) < task.depth_end
     else:

@@ -40,7 +40,6 @@ class KeyMemory(NamedTuple):
     q: Any
     dout: Any
     k_panels: Any
-    v_panels: Any
     rows: Any
     row_boxes: Any
     kv_full: Any
@@ -204,7 +203,6 @@ def allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T: gl.constexpr):
         q=reinterpret(q_boxes, dtype, (STAGES, BLOCK_M, DIM), SWIZZLED),
         dout=reinterpret(dout_boxes, dtype, (DOUT_STAGES, BLOCK_M, DIM_V), SWIZZLED),
         k_panels=reinterpret(k_boxes, dtype, (PARTS * K_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
-        v_panels=reinterpret(v_boxes, dtype, (PARTS * V_PANELS, WARPGROUP_ROWS, 64), SWIZZLED),
         rows=reinterpret(row_boxes, gl.float32, (2 * STAGES * ROW_PARTS, COLUMNS), ROWS),
         row_boxes=row_boxes,
         kv_full=kv_full,

@@ -75,8 +75,8 @@ class _Given(NamedTuple):
 
 class _State(NamedTuple):
     """The sums dk and dv [64, dims of the warpgroup] over queries, without those of the last block, whose pᵀ and dsᵀ
-    are in shared memory. dk is not yet multiplied by sm_scale. `dq_block` says which block's sums of dq in memory the
-    last block's dq is added to, and `last` is its number in the order of the task."""
+    are in shared memory. dk is not yet multiplied by sm_scale. `last` is the last block's number in the order of the
+    task, and `dq_block` is its place among all blocks in the sums of dq in memory."""
 
     dk: Any
     dv: Any
