@@ -125,6 +125,17 @@ def test_rows_that_keep_many_tokens_keep_exactly_those_that_a_sort_finds(scale: 
         assert torch.equal(kept[row], probs[row].where(kept_by_sorting(probs[row], one), 0.0)), one
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.01])
+def test_sums_over_a_large_vocabulary_are_exact(scale: float) -> None:
+    params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.999), SamplingParams(top_p=0.5, top_k=100_000)]
+    generator = torch.Generator().manual_seed(1)
+    probs = (torch.randn(len(params), 150_000, generator=generator) * scale).softmax(dim=-1)
+    kept = probs.clone()
+    truncation.truncate(kept, params)
+    for row, one in enumerate(params):
+        assert torch.equal(kept[row], probs[row].where(kept_by_sorting(probs[row], one), 0.0)), one
+
+
 def test_rows_of_nan_with_any_sign_are_truncated_beside_others() -> None:
     params = [SamplingParams(top_p=0.99), SamplingParams(top_k=1000), SamplingParams(top_p=0.99)]
     probs = logits_of(3, 0.1).softmax(dim=-1)

@@ -107,7 +107,7 @@ def _sums_of(bins: torch.Tensor, num_bins: int, weights: torch.Tensor | None = N
     first = torch.arange(0, len(bins) * num_bins, num_bins, dtype=torch.int32, device=bins.device)
     sums = torch.bincount(
         (bins + first[:, None]).flatten(),
-        None if weights is None else weights.flatten(),
+        None if weights is None else weights.flatten().double(),  # torch adds in the type of the weights
         minlength=len(first) * num_bins,
     )
     return sums.view(len(first), num_bins)
