@@ -116,6 +116,15 @@ def test_no_room_for_temporary_files_is_told_in_a_line() -> None:
     ) and "set TMPDIR to a folder that has room" in done.stderr
 
 
+def test_a_current_folder_that_is_gone_is_told_in_a_line(tmp_path: Path) -> None:
+    program = (
+        f"import os, trunkattn.cli as cli; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); "
+        "cli._run = os.getcwd; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "current folder no longer exists" in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["generate", "", "--prompt", "x"], ["serve", "--model", ""]])
 def test_an_empty_model_is_not_the_current_folder(arguments: list[str]) -> None:
     found = CliRunner().invoke(app, arguments)

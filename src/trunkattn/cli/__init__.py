@@ -13,6 +13,8 @@ __all__ = ["main"]
 LIBRARIES = ("typer", "rich")
 # A full disk or quota, a file that reached its size limit, and a failing device.
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# How the message of `tempfile` begins after it tried all folders.
+NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 def main() -> None:
@@ -29,8 +31,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # of tempfile, which tries them all
+        if error.filename is None and str(error.strerror).startswith(NO_TEMPORARY_FOLDER):
             sys.exit(f"trunkattn: {error.strerror}: make room in one of them, or set TMPDIR to a folder that has room")
+        if error.filename is None and _current_folder_is_gone():
+            sys.exit("trunkattn: the current folder no longer exists: change to one that does")
         if error.errno not in WRITE_ERRORS or error.filename is not None:  # not about the output
             raise
         reason = "is full" if error.errno == errno.ENOSPC else f"takes no more ({error.strerror})"
@@ -43,6 +47,14 @@ def _takes_output() -> bool:
         return sys.stdout is not None and os.write(1, b"") == 0
     except OSError as error:  # a full disk is reported at the first write
         return error.errno != errno.EBADF
+
+
+def _current_folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _run() -> None:
