@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaModel, PretrainedConfig, masking_utils
 from transformers.modeling_utils import PreTrainedModel
 
@@ -113,6 +115,33 @@ def test_no_weight_is_made_or_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     assert check_supported(config_of("llama", num_hidden_layers=200, hidden_size=8192)) == []
     assert devices == {"meta"}
+
+
+def test_other_threads_make_modules_while_a_model_is_probed() -> None:
+    begun, probed, failed = Event(), Event(), list[Exception]()
+
+    def wait(*_: object) -> None:
+        if get_ident() == other.ident:
+            begun.set()
+            assert probed.wait(60)
+
+    def make() -> None:
+        try:
+            torch.nn.Linear(1, 1)
+        except RuntimeError as error:
+            failed.append(error)
+
+    other, hooks = Thread(target=make), [register_module_parameter_registration_hook(one) for one in (wait, wait)]
+    try:
+        other.start()
+        assert begun.wait(60)
+        probe_attention(config_of("llama", **SMALL), num_values=1e9)
+    finally:
+        probed.set()
+        other.join()
+        for hook in hooks:
+            hook.remove()
+    assert failed == []
 
 
 def test_the_probe_finds_windows_cap_scale_and_sinks() -> None:

@@ -5,16 +5,13 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from threading import get_ident
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
@@ -86,6 +83,9 @@ NORM_FIELDS: Final = ("use_qk_norm", "qk_norm", "qk_layernorm")
 NORM: Final = re.compile(r"(.*\.)?(q|k|qk|query|key)_?(layer)?_?norm")
 MOST_MADE = 2000  # tensors of a model that its files are far too small for: more of them would only take time
 MANY_TIMES = 16  # as many weights as numbers in the files; while a model is made, tied weights count several times
+MAKERS: Final = frozenset(  # of the tensors of weights
+    {torch.ops.aten.empty.memory_format, torch.ops.aten.ones.default, torch.ops.aten.zeros.default}
+)
 PROBE_TOKENS = 1  # with one token, models with recurrent layers look at no values of the attention mask
 
 
@@ -128,8 +128,7 @@ def probe_attention(
     """
     probe = AttentionProbe()
     try:
-        with _at_most(num_values):
-            num_parameters = _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code)
+        num_parameters = _forward_on_meta(copy.deepcopy(config), probe, trust_remote_code, num_values)
     except UnsupportedAttention as reason:
         return None, [str(reason)]
     except Exception as error:  # any error of the model's code is a reason
@@ -258,45 +257,38 @@ def _is_text_only(config: PretrainedConfig) -> bool:
         return False
 
 
-class _NothingFound(TorchDispatchMode):
+class _OnMeta(TorchDispatchMode):
     """Lets `nonzero` find nothing on the meta device, where it fails otherwise: experts that look for their tokens then
-    have none."""
+    have none. It sees what its own thread makes.
+
+    Args:
+        num_values: numbers in the model's files. As soon as there are more than `MOST_MADE` tensors, with more than
+            `MANY_TIMES` as many numbers, it raises UnsupportedAttention.
+    """
+
+    def __init__(self, num_values: float) -> None:
+        super().__init__()
+        self._num_values, self._num_tensors, self._num_made = num_values, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty(0, args[0].dim(), dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _at_most(num_values: float) -> Iterator[None]:
-    """Context in which this thread makes no model of more than `MOST_MADE` tensors with `MANY_TIMES` as many weights.
-
-    Raises:
-        UnsupportedAttention: as soon as there are more.
-    """
-    num_made, num_weights, thread = 0, 0, get_ident()
-
-    def count(_: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal num_made, num_weights
-        if parameter is not None and get_ident() == thread:
-            num_made, num_weights = num_made + 1, num_weights + parameter.numel()
-            if num_made > MOST_MADE and num_weights > MANY_TIMES * num_values:
+        found = func(*args, **(kwargs or {}))
+        if func in MAKERS:
+            self._num_tensors, self._num_made = self._num_tensors + 1, self._num_made + found.numel()
+            if self._num_tensors > MOST_MADE and self._num_made > MANY_TIMES * self._num_values:
                 raise UnsupportedAttention(
-                    f"its configuration describes more than a model of {num_weights:,} weights, and its files hold "
-                    f"{num_values:,} numbers; correct the sizes in its configuration, or copy the files again"
+                    f"its configuration describes more than a model of {self._num_made:,} weights, and its files hold "
+                    f"{self._num_values:,} numbers; correct the sizes in its configuration, or copy the files again"
                 )
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
+        return found
 
 
-def _forward_on_meta(config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool) -> int:
+def _forward_on_meta(
+    config: PretrainedConfig, probe: AttentionProbe, trust_remote_code: bool, num_values: float
+) -> int:
     """Shows the probe the model's attention; returns the number of its parameters."""
-    with torch.device("meta"), torch.inference_mode(), _NothingFound():
+    with torch.device("meta"), torch.inference_mode(), _OnMeta(num_values):
         # On the meta device some grouped matrix products exist for bfloat16 only.
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
