@@ -74,6 +74,14 @@ def test_a_damaged_tokenizer_is_refused_with_its_path(folder: Path, damage: str)
     assert "\n" not in message
 
 
+def test_a_vocabulary_of_whole_words_needs_no_unknown_one(folder: Path) -> None:
+    words = {"type": "WordLevel", "vocab": {"e4": 0, "Nf6": 1}, "unk_token": "<unk>"}
+    content = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(inspect_model(folder, load_format="dummy").files)
+    assert tokenizer is not None and tokenizer("Nf6 e4")["input_ids"] == [1, 0]
+
+
 def test_a_tokenizer_without_its_package_names_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
     monkeypatch.setattr(model_module, "find_spec", lambda _: None)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import zeros
 from transformers import LlamaConfig
 
-from trunkattn.engine.model import inspect_model
+from trunkattn.engine.model import _check_layers, inspect_model
 from trunkattn.engine.model_files import check_gguf, check_safetensors, find_model_files, one_line, plain
 from trunkattn.engine.model_path import existing_path
 
@@ -129,6 +129,14 @@ def test_more_layers_than_tensors_are_refused_before_a_list_of_them_is_made(fold
     assert str(caught.value).startswith(f"model={str(folder)!r}: ")
     with pytest.raises(ValueError, match=r"expected at most 10000$"):
         inspect_model(folder, load_format="dummy")
+
+
+def test_layers_are_found_at_any_depth(folder: Path) -> None:
+    config: dict[str, Any] = {"num_layers": 3}
+    for _ in range(5000):  # some versions of Python read so deep a file
+        config = {"within": config}
+    with pytest.raises(ValueError, match="num_layers=3: expected at most 2"):
+        _check_layers(find_model_files(folder), config)
 
 
 def test_a_model_that_the_files_are_too_small_for_is_not_made_to_its_end(folder: Path) -> None:

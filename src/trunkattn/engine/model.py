@@ -196,15 +196,16 @@ def _check_code(files: ModelFiles, config: Mapping[str, Any]) -> None:
 def _check_layers(files: ModelFiles, config: Mapping[str, Any]) -> None:
     """Raises ValueError for a number of layers beyond that of the files' tensors. Configurations make lists as long as
     this before anything can be compared with them."""
-    most = len(files.tensors) or MOST_LAYERS
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            _check_layers(files, value)
-        elif NUM_LAYERS.fullmatch(name) and isinstance(value, int) and value > most:
-            raise ValueError(
-                f"model={str(files.path)!r}: config.json has {name}={plain(str(value))}: expected at most {most}"
-                f"{', the tensors in its files' if files.tensors else ''}"
-            )
+    most, waiting = len(files.tensors) or MOST_LAYERS, [config]
+    while waiting:
+        for name, value in waiting.pop().items():
+            if isinstance(value, Mapping):
+                waiting.append(value)
+            elif NUM_LAYERS.fullmatch(name) and isinstance(value, int) and value > most:
+                raise ValueError(
+                    f"model={str(files.path)!r}: config.json has {name}={plain(str(value))}: expected at most {most}"
+                    f"{', the tensors in its files' if files.tensors else ''}"
+                )
 
 
 def _num_values(files: ModelFiles) -> int:
@@ -341,7 +342,7 @@ def load_tokenizer(files: ModelFiles) -> Any | None:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, **files.load_options)
         else:
             tokenizer = gguf_tokenizer(read_header(files.path))
-        tokenizer("a")  # some of what is wrong with its files shows only now
+        tokenizer("")  # some of what is wrong with its files shows only now; not every vocabulary can write a letter
     tokenizer.name_or_path = str(files.path)
     return tokenizer
 
