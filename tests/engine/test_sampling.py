@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -71,22 +71,22 @@ def test_a_top_p_that_is_zero_in_float32_keeps_the_most_likely_token(least: floa
 def test_a_row_that_keeps_many_tokens_costs_the_others_nothing_and_is_not_sorted(
     monkeypatch: pytest.MonkeyPatch, wide: dict[str, float]
 ) -> None:
-    logits, topk, fewest, sorted_rows, counted_rows = logits_of(9), torch.Tensor.topk, truncation._fewest, [], []
+    logits, topk, count, sorted_rows, counted_rows = logits_of(9), torch.Tensor.topk, truncation.truncate_rows, [], []
 
     def sorting(values: torch.Tensor, width: int) -> torch.return_types.topk:
         sorted_rows.append((len(values), width))
         return topk(values, width)
 
-    def counting(probs: torch.Tensor, least: Sequence[float], by_mass: bool) -> torch.Tensor:
-        counted_rows.append(len(probs))
-        return fewest(probs, least, by_mass)
+    def counting(probs: torch.Tensor, rows: list[int], *given: Any) -> None:
+        counted_rows.append(rows)
+        count(probs, rows, *given)
 
     narrow = SamplingParams(top_p=0.9, top_k=50)
     alone = _probabilities(logits[:8], [narrow] * 8)
     monkeypatch.setattr(torch.Tensor, "topk", sorting)
-    monkeypatch.setattr(truncation, "_fewest", counting)
+    monkeypatch.setattr(truncation, "truncate_rows", counting)
     found = _probabilities(logits, [*[narrow] * 8, SamplingParams(**wide)])  # type: ignore[arg-type]
-    assert sorted_rows == [(9, 256)] and set(counted_rows) == {1}
+    assert sorted_rows == [(9, 256)] and counted_rows == [[8]]
     assert torch.equal(found[:8], alone)
     expected = expected_probabilities(logits[8], SamplingParams(**wide))  # type: ignore[arg-type]
     torch.testing.assert_close((found[8] / found[8].sum()).double(), expected, rtol=1e-4, atol=1e-7)

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from trunkattn.cpu.thread_limit import ThreadLimit
+from trunkattn.cpu.truncation import compile_truncation
 from trunkattn.engine.assembly import (
     attention_config,
     check_memory,
@@ -132,10 +133,12 @@ class LLM:
     def warm_up(self) -> None:
         """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
 
-        On a CPU or with `enforce_eager` it compiles only the planner. Call it while no request is unfinished.
+        Without graphs it compiles only the planner and, on a CPU, the sampler. Call it while no request is unfinished.
         """
         with self._turn:
             self._runner.warm_up()
+            if self.info.device.type == "cpu":
+                compile_truncation()
 
     @property
     def stats(self) -> EngineStats:
