@@ -7,79 +7,12 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 
 import pytest
 
+from tests.floors import FLOORS, INNER_FLOORS, TOP_FLOOR
+
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
-TOP_FLOOR = 11
-# A file or folder of a unit may stand lower than the rest of it.
-FLOORS = MappingProxyType(
-    {
-        "dtypes": 0,
-        "compiled": 1,
-        "interrupts": 0,
-        "lazy": 1,
-        "memory": 0,
-        "names": 0,
-        "numerics": 0,
-        "other_work": 0,
-        "reference": 1,
-        "validate": 0,
-        "derivatives": 0,
-        "config": 1,
-        "step_inputs": 2,
-        "layer_inputs": 2,
-        "attention_op": 3,
-        "planner": 2,
-        "backend": 3,
-        "gpu/cards": 3,
-        "training/spec": 4,  # what the table of kernels must know of those for training
-        "cpu": 5,
-        "gpu": 5,
-        "training": 6,
-        "ops": 6,
-        "attention": 7,
-        "kv_cache": 8,
-        "engine": 9,
-        "server": 10,
-        "analysis": 10,
-        "integrations": TOP_FLOOR,
-        "cli": TOP_FLOOR + 1,  # tells of the integrations
-        "__main__": TOP_FLOOR + 2,  # `python -m trunkattn`: runs the command, and nothing imports it
-    }
-)
-# The floors inside gpu/. A spec imports no source, so that the table of kernels stands below all sources.
-GPU_FLOORS = MappingProxyType(
-    {
-        "cards": 0,
-        "layer": 0,
-        "tiles": 0,
-        "compiling": 0,
-        "graphs": 0,
-        "workspace": 0,
-        "planner_compilation": 1,
-        "bound": 1,
-        "portable/spec": 1,
-        "mla/spec": 1,
-        "hopper/spec": 2,
-        "kernel": 3,
-        "launch_order": 4,
-        "arrays": 5,
-        "portable": 6,
-        "hopper": 6,
-        "overlap": 6,
-        "chunk_planner": 6,
-        "mla": 7,  # reads the work list as the other two do
-        "launch": 7,
-        "step_choice": 7,
-        "device_planner": 8,
-        "step": 8,
-        "steps": 9,
-        "attention": 10,
-        "compile_planner": 11,  # a program: nothing imports it
-    }
-)
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
 
 NEVER_IMPORTS = (
@@ -101,9 +34,7 @@ NEVER_IMPORTS = (
     ("kv_cache/page_pool", "torch"),
     ("kv_cache/prefix_index", "torch"),
     ("kv_cache/manager", "torch"),
-    ("engine/scheduler", "torch"),
-    ("engine/scheduled_batch", "torch"),
-    ("engine/pages_in_flight", "torch"),
+    ("engine/scheduling", "torch"),
     ("integrations/layer_spec", "vllm"),
     ("integrations/kv_traffic", "vllm"),
     ("integrations/device_traffic", "vllm"),
@@ -114,7 +45,6 @@ NEVER_IMPORTS = (
     ("integrations/captured_run", "sglang"),
     ("integrations/sglang", "vllm"),
     ("integrations/vllm", "sglang"),
-    ("engine/request", "torch"),
 )
 # A core install has these only (llvmlite is part of Numba): the engine and the top floor may use what the extras bring.
 CORE_PACKAGES = frozenset({"torch", "numpy", "numba", "llvmlite", "triton"}) | sys.stdlib_module_names
@@ -202,25 +132,27 @@ def test_every_module_imports_only_from_lower_floors() -> None:
     assert not found, "\n".join(found)
 
 
-def gpu_violations(files: dict[str, str]) -> list[str]:
-    """Imports inside gpu/ that do not go down, or to the own folder."""
-    prefix, found = f"{ROOT}.gpu.", []
+def inner_violations(folder: str, files: dict[str, str]) -> list[str]:
+    """Imports inside a folder of INNER_FLOORS that do not go down, or to the own entry of it."""
+    floors, prefix, found = INNER_FLOORS[folder], f"{ROOT}.{folder}.", []
     for module, targets in sorted(import_graph(files).items()):
-        own = entry_of(module.removeprefix(prefix).split("."), GPU_FLOORS)
-        if not module.startswith(prefix) or module.removeprefix(prefix) in ("portable", "hopper", "device_planner"):
-            continue  # these are empty
+        inside = module.removeprefix(prefix)
+        own = entry_of(inside.split("."), floors)
+        if inside == module or (own is None and any(entry.startswith(f"{inside}/") for entry in floors)):
+            continue  # of another folder; or a package whose files have entries of their own
         if own is None:
-            found.append(f"{module} stands on no floor; known: {', '.join(GPU_FLOORS)}")
+            found.append(f"{module} stands on no floor; known: {', '.join(floors)}")
             continue
         for target in targets:
-            other = entry_of(target.removeprefix(prefix).split("."), GPU_FLOORS) if target.startswith(prefix) else None
-            if other is not None and other != own and GPU_FLOORS[other] >= GPU_FLOORS[own]:
+            other = entry_of(target.removeprefix(prefix).split("."), floors) if target.startswith(prefix) else None
+            if other is not None and other != own and floors[other] >= floors[own]:
                 found.append(f"{module} may not import {target}")
     return found
 
 
-def test_imports_inside_gpu_go_down() -> None:
-    found = gpu_violations(sources())
+@pytest.mark.parametrize("folder", INNER_FLOORS)
+def test_imports_inside_a_folder_go_down(folder: str) -> None:
+    found = inner_violations(folder, sources())
     assert not found, "\n".join(found)
 
 
@@ -242,7 +174,7 @@ def test_imports_inside_gpu_go_down() -> None:
 def test_an_arrow_up_inside_gpu_is_found(module: str, source: str, is_allowed: bool) -> None:
     names = ("kernel", "attention", "hopper", "hopper.spec", "hopper.common", "hopper.decode", "portable.spec")
     files = dict.fromkeys([f"{ROOT}.gpu.{name}" for name in names], "") | {f"{ROOT}.gpu.{module}": source}
-    assert (gpu_violations(files) == []) is is_allowed
+    assert (inner_violations("gpu", files) == []) is is_allowed
 
 
 def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
@@ -361,7 +293,7 @@ def test_every_file_stands_in_the_house() -> None:
         ("planner/planner.py", "import trunkattn.cpu.parallel"),
         ("planner/planner.py", "from ..cpu.parallel import execute"),
         ("planner/planner.py", "def f():\n    from .. import kv_cache"),
-        ("planner/planner.py", "if TYPE_CHECKING:\n    from trunkattn.engine.request import Request"),
+        ("planner/planner.py", "if TYPE_CHECKING:\n    from trunkattn.engine.scheduling.request import Request"),
         ("planner/__init__.py", "from ..cpu import executor"),
         ("cpu/backend.py", "from trunkattn.gpu.tiles import GpuTile"),
         ("training/spec.py", "from trunkattn.gpu.kernel import Kernel"),
@@ -379,7 +311,7 @@ def test_every_file_stands_in_the_house() -> None:
         ("engine/engine.py", "from trunkattn import BatchAttention"),
         ("engine/engine.py", "import trunkattn"),
         ("engine/engine.py", "from trunkattn.analysis import trees"),
-        ("analysis/replay.py", "from trunkattn.cli import explain"),
+        ("analysis/simulation/replay.py", "from trunkattn.cli import explain"),
         ("integrations/vllm/impl.py", "from trunkattn.cli import doctor"),
         ("integrations/vllm/route.py", "from ...cli import doctor"),
         ("analysis/trees.py", "import torch"),
@@ -394,9 +326,9 @@ def test_every_file_stands_in_the_house() -> None:
         ("kv_cache/page_pool.py", "import torch"),
         ("kv_cache/prefix_index.py", "from torch import Tensor"),
         ("kv_cache/manager.py", "import torch.nn"),
-        ("engine/scheduler.py", "import torch"),
+        ("engine/scheduling/scheduler.py", "import torch"),
         ("integrations/kv_traffic.py", "def f():\n    from vllm.logger import init_logger"),
-        ("engine/request.py", "if TYPE_CHECKING:\n    import torch"),
+        ("engine/scheduling/request.py", "if TYPE_CHECKING:\n    import torch"),
         ("helpers.py", "import math"),
     ],
 )
@@ -419,7 +351,10 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("engine/runner.py", "import torch\nimport transformers\nfrom trunkattn.attention import BatchAttention"),
         ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.analysis import trees\nfrom . import doctor"),
         ("analysis/trees.py", "import numpy as np\nfrom trunkattn.analysis.batch import PagedBatch"),
-        ("analysis/prices.py", "from trunkattn.gpu.steps import make_rule\nfrom trunkattn.kv_cache import manager"),
+        (
+            "analysis/pricing/prices.py",
+            "from trunkattn.gpu.steps import make_rule\nfrom trunkattn.kv_cache import manager",
+        ),
         ("__init__.py", "from trunkattn.attention import BatchAttention\nfrom .engine import LLM"),
         ("__main__.py", "from trunkattn.cli import main"),
     ],

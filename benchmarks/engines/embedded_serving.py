@@ -47,7 +47,7 @@ from trunkattn.config import EXECUTIONS
 from trunkattn.engine import Engine
 from trunkattn.engine.assembly import make_runner
 from trunkattn.engine.engine import Runner
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"

@@ -26,18 +26,18 @@ from benchmarks.workloads import arrivals
 from benchmarks.workloads.decode_batches import WORKLOADS, Workload
 from benchmarks.workloads.model_shapes import SHAPES
 from benchmarks.workloads.serving import batch_of_prefixes
-from trunkattn.analysis.load import Load
-from trunkattn.analysis.load import Workload as Requests
-from trunkattn.analysis.memory import cache_pages
-from trunkattn.analysis.model_configs import CONFIGS
-from trunkattn.analysis.model_shape import ModelShape, model_shape, shape_of
-from trunkattn.analysis.prices import DecodeBatch, Prices
+from trunkattn.analysis.pricing.memory import cache_pages
+from trunkattn.analysis.pricing.model_configs import CONFIGS
+from trunkattn.analysis.pricing.model_shape import ModelShape, model_shape, shape_of
+from trunkattn.analysis.pricing.prices import DecodeBatch, Prices
+from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.analysis.replay import run
 from trunkattn.analysis.settings import Settings
-from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
-from trunkattn.analysis.tokens import chained
+from trunkattn.analysis.simulation.load import Load
+from trunkattn.analysis.simulation.load import Workload as Requests
+from trunkattn.analysis.simulation.replay import run
+from trunkattn.analysis.simulation.simulated import EngineSize
+from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
 from trunkattn.gpu.cards import EngineTimes, card_named
 
 PAGE = 16

@@ -18,17 +18,17 @@ from benchmarks.host.analysis_predictions import logged
 from benchmarks.lib.report import write_result
 from benchmarks.workloads import arrivals
 from trunkattn.analysis.ceiling import ceiling_of
-from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
-from trunkattn.analysis.load import Load, Workload
-from trunkattn.analysis.memory import cache_pages
-from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.parallel import num_cores, run_all
-from trunkattn.analysis.prices import Prices
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.pricing.memory import cache_pages
+from trunkattn.analysis.pricing.model_shape import model_shape
+from trunkattn.analysis.pricing.prices import Prices
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.settings import ROUTES, Settings
-from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.simulation.load import Load, Workload
+from trunkattn.analysis.simulation.simulated import EngineSize
+from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
 from trunkattn.gpu.cards import card_named
 
 REPLICAS = 4

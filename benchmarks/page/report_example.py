@@ -19,8 +19,8 @@ from playwright.sync_api import sync_playwright
 from benchmarks.lib.options import no_options
 from benchmarks.page.common import ROOT
 from trunkattn.analysis.analyze import analyze
-from trunkattn.analysis.html import to_html
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
+from trunkattn.analysis.reports.html import to_html
 from trunkattn.analysis.settings import Settings
 
 PICTURE: Final = ROOT / "docs" / "pictures" / "analyze-report.png"

@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.workloads import PagedBatch
 from trunkattn.analysis.batch import pages_for, require_positive
 from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
 
 

@@ -13,15 +13,15 @@ import pytest
 from tests.analysis.test_replay import PRICES, SIZE, log_of
 from trunkattn.analysis import analyze as module
 from trunkattn.analysis.analyze import analyze
-from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
-from trunkattn.analysis.html import to_html
-from trunkattn.analysis.load import Load, Workload
 from trunkattn.analysis.parallel import run_all
 from trunkattn.analysis.records import FleetReplay, Log, LoggedRequest, Replay
-from trunkattn.analysis.report import to_dict
+from trunkattn.analysis.reports.html import to_html
+from trunkattn.analysis.reports.report import to_dict
+from trunkattn.analysis.reports.words import overload, verdict
 from trunkattn.analysis.settings import ROUTES, Settings
-from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
-from trunkattn.analysis.words import overload, verdict
+from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.simulation.load import Load, Workload
+from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
 
 SETTINGS = Settings(num_pages=4000, concurrencies=(2, 8), max_num_seqs=64)
 

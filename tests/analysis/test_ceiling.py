@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkattn.analysis.ceiling import ceiling_of
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
+from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import Ceiling, LoggedRequest
-from trunkattn.analysis.tokens import chained
 
 REAL_TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 

@@ -15,10 +15,10 @@ from transformers import DeepseekV3Config
 from benchmarks.workloads.pat_trees import PAT_TREES
 from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.explain import Explanation, explain
-from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation, verdict
-from trunkattn.analysis.list_price import list_ns
-from trunkattn.analysis.model_shape import model_shape
-from trunkattn.analysis.prices import DecodeBatch, Prices
+from trunkattn.analysis.pricing.list_price import list_ns
+from trunkattn.analysis.pricing.model_shape import model_shape
+from trunkattn.analysis.pricing.prices import DecodeBatch, Prices
+from trunkattn.analysis.reports.explain_report import explanation_dict, forest_svg, print_explanation, verdict
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import card_named

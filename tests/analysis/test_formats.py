@@ -10,7 +10,7 @@ import zstandard
 
 from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.formats.table import FORMATS
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import Log
 from trunkattn.analysis.settings import Settings
 

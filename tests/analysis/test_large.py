@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.host.analyze_large import PROMPT_TOKENS, rows, write_log
 from benchmarks.page.common import load
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.analysis.sequences import TokenSource
+from trunkattn.analysis.simulation.sequences import TokenSource
 
 
 @pytest.mark.parametrize(("kind", "slack"), [("hashes", 0), ("text", 32)])  # a rendering has words of its own

@@ -16,9 +16,9 @@ import zstandard
 from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.formats.base import brief
-from trunkattn.analysis.html import to_html
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.reports.html import to_html
 from trunkattn.analysis.settings import Settings
 
 CALL = {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": 64, "gen_ai.usage.output_tokens": 8}

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.analysis.partings import partings
-from trunkattn.analysis.tokens import chained
+from trunkattn.analysis.reading.tokens import chained
+from trunkattn.analysis.spoilers.partings import partings
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=14)
 

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
 from tests.analysis.test_replay import PRICES
-from trunkattn.analysis.memory import cache_pages
-from trunkattn.analysis.model_configs import CONFIGS
-from trunkattn.analysis.model_shape import model_shape, shape_of
-from trunkattn.analysis.prices import DecodeBatch, Prices, seen_tokens
+from trunkattn.analysis.pricing.memory import cache_pages
+from trunkattn.analysis.pricing.model_configs import CONFIGS
+from trunkattn.analysis.pricing.model_shape import model_shape, shape_of
+from trunkattn.analysis.pricing.prices import DecodeBatch, Prices, seen_tokens
 from trunkattn.analysis.settings import Settings
 from trunkattn.gpu.cards import card_named
 

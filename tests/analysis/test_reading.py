@@ -13,8 +13,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkattn.analysis.finished_log import depend_only_on_contents
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.finished_log import depend_only_on_contents
+from trunkattn.analysis.reading.log import read_log
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
 SECRET = "the combination is left, right, left"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import Log
 
 SAMPLES = Path(__file__).parent / "logs"

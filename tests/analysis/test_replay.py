@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import trunkattn.analysis.figures as figures
-from trunkattn.analysis.load import Feed, Load, Workload
-from trunkattn.analysis.model_shape import model_shape
-from trunkattn.analysis.prices import Prices
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.pricing.model_shape import model_shape
+from trunkattn.analysis.pricing.prices import Prices
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest, Replay
-from trunkattn.analysis.replay import replay
-from trunkattn.analysis.sequences import TokenSource
-from trunkattn.analysis.simulated import EngineSize, Job, SimulatedEngine
-from trunkattn.analysis.timeline import MAX_MOMENTS, MAX_SNAPSHOTS
+from trunkattn.analysis.simulation.load import Feed, Load, Workload
+from trunkattn.analysis.simulation.replay import replay
+from trunkattn.analysis.simulation.sequences import TokenSource
+from trunkattn.analysis.simulation.simulated import EngineSize, Job, SimulatedEngine
+from trunkattn.analysis.simulation.timeline import MAX_MOMENTS, MAX_SNAPSHOTS
 from trunkattn.gpu.cards import card_named
 
 REAL_TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"

@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from trunkattn.analysis import charts, figures
-from trunkattn.analysis.html import to_html
+from trunkattn.analysis import figures
 from trunkattn.analysis.records import Analysis, Snapshot, TrieNode
-from trunkattn.analysis.report import JSON_VERSION, gain_sentence, print_analysis, spoiler_sentence, to_dict
+from trunkattn.analysis.reports import charts
+from trunkattn.analysis.reports.html import to_html
+from trunkattn.analysis.reports.report import JSON_VERSION, gain_sentence, print_analysis, spoiler_sentence, to_dict
 from trunkattn.analysis.texts import Texts
 
 from .analyses import HOSTILE, SECRET, busy_analysis, quiet_analysis, snapshot

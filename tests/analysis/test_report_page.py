@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from trunkattn.analysis.html import to_html
+from trunkattn.analysis.reports.html import to_html
 
 from .analyses import busy_analysis, quiet_analysis
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.analysis.logs_of_tokens import Numbering, Prompt, random_prompts
 from trunkattn import LLM
-from trunkattn.analysis.sequences import TokenSource
-from trunkattn.analysis.simulated import EngineSize, Job, SimulatedEngine
+from trunkattn.analysis.simulation.sequences import TokenSource
+from trunkattn.analysis.simulation.simulated import EngineSize, Job, SimulatedEngine
 from trunkattn.engine.assembly import keys_per_token
 from trunkattn.engine.engine import Engine
-from trunkattn.engine.request import Request
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.request import Request
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkattn.analysis.alignment import fields_of, spans_in
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
+from trunkattn.analysis.reading.tokens import ByteEstimate
 from trunkattn.analysis.records import Log, LoggedRequest
-from trunkattn.analysis.spoilers import find_spoilers, rewritten
+from trunkattn.analysis.spoilers.alignment import fields_of, spans_in
+from trunkattn.analysis.spoilers.search import find_spoilers, rewritten
+from trunkattn.analysis.spoilers.varying import Example, kind_of
 from trunkattn.analysis.texts import Texts
-from trunkattn.analysis.tokens import ByteEstimate
-from trunkattn.analysis.varying import Example, kind_of
 
 from ..attention.cases import fraction
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import pytest
 
-from trunkattn.analysis.files import contents_of, files_of
 from trunkattn.analysis.formats.base import epoch_seconds
 from trunkattn.analysis.formats.table import FORMATS
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.files import contents_of, files_of
+from trunkattn.analysis.reading.log import read_log
 
 SAMPLES: Final = Path(__file__).parent / "logs"
 SECRET: Final = "somebody's words"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trunkattn.analysis.reading import read_log
+from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
 
 

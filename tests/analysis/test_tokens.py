@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trunkattn.analysis.formats.base import Chat, Entry
-from trunkattn.analysis.reading import read_log
-from trunkattn.analysis.tokens import ByteEstimate, chained, measured_estimate, read_tokenizer
+from trunkattn.analysis.reading.log import read_log
+from trunkattn.analysis.reading.tokens import ByteEstimate, chained, measured_estimate, read_tokenizer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"

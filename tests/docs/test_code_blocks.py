@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkattn.server.protocol import CompletionRequest
+from trunkattn.server.bodies.protocol import CompletionRequest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

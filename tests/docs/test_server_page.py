@@ -15,9 +15,9 @@ import typer
 
 from trunkattn.cli.app import app
 from trunkattn.cli.option_kinds import SERVER
-from trunkattn.engine.form_limits import FormLimits
-from trunkattn.server import protocol
-from trunkattn.server.body import Body
+from trunkattn.engine.forms.limits import FormLimits
+from trunkattn.server.bodies import protocol
+from trunkattn.server.bodies.body import Body
 from trunkattn.server.limits import LIMITS, RequestLimits
 from trunkattn.server.options import ServerOptions
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from trunkattn.engine import RequestOutput
-from trunkattn.engine.model import inspect_model, load_tokenizer
+from trunkattn.engine.model.loading import inspect_model, load_tokenizer
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_VOCAB = 256

@@ -8,8 +8,8 @@ import torch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.engine import Engine, ModelLimits, SamplingParams
 from trunkattn.engine.runner import ModelRunner
-from trunkattn.engine.scheduled_batch import ScheduledBatch
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.tensors import KVCache
 

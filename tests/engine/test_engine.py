@@ -9,8 +9,8 @@ import torch
 
 from trunkattn.engine import Engine, ModelLimits, RequestOutput, SamplingParams
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.scheduled_batch import ScheduledBatch
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 VOCAB = 128

@@ -68,7 +68,7 @@ def answer():
 llm = LLM(sys.argv[1], num_pages=16)
 answer()
 library = type("library", (), {"LLMatcher": staticmethod(told)})
-sys.modules["trunkattn.engine.structured_output"].library = lambda: library
+sys.modules["trunkattn.engine.forms.structured_output"].library = lambda: library
 minutes = StructuredOutputsParams(json={"type": "integer", "multipleOf": 9_999_991})
 try:
     llm.generate("x", SamplingParams(structured_outputs=minutes))

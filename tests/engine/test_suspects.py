@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trunkattn.engine import Engine, RequestOutput, SamplingParams
-from trunkattn.engine.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
 from trunkattn.kv_cache.manager import CacheManager
 
 from .test_engine import make_engine, run, runner_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from trunkattn.server import chat
-from trunkattn.server.call_schemas import calls_schema, rerooted
-from trunkattn.server.protocol import Tool
+from trunkattn.server.bodies.protocol import Tool
+from trunkattn.server.endpoints import chat
+from trunkattn.server.endpoints.call_schemas import calls_schema, rerooted
 from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -13,10 +13,11 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from trunkattn.engine import StructuredOutputsParams
-from trunkattn.engine.structured_output import StructuredOutputs
-from trunkattn.server import form_worker, limits
+from trunkattn.engine.forms.structured_output import StructuredOutputs
+from trunkattn.server import limits
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.form_trial import FormTrial
+from trunkattn.server.forms import worker as form_worker
+from trunkattn.server.forms.trial import FormTrial
 
 from .conftest import Server, wait_for
 
@@ -48,7 +49,7 @@ def test_a_form_that_takes_too_long_is_refused_once_and_for_all(
     while refused.status_code == 503:  # other work has the processors
         refused = server.post(COMPLETE, body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
-    monkeypatch.setattr("trunkattn.server.form_trial.FormTrial._attempt", None)  # nothing is tried again
+    monkeypatch.setattr("trunkattn.server.forms.trial.FormTrial._attempt", None)  # nothing is tried again
     assert server.post(COMPLETE, body).json() == refused.json()
     assert server.post(COMPLETE, BASE).status_code == 200
 
@@ -78,7 +79,7 @@ def form_server(start_server: Callable[..., Server], monkeypatch: pytest.MonkeyP
 
     def replace(text: str) -> Callable[[], int]:
         program.write_text(f"open({str(starts)!r}, 'a').write('started\\n')\n{text}")
-        monkeypatch.setattr("trunkattn.server.form_trial._WORKER", program)
+        monkeypatch.setattr("trunkattn.server.forms.trial._WORKER", program)
         return lambda: starts.read_text().count("started")
 
     return server, replace

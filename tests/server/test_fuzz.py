@@ -17,15 +17,15 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trunkattn.server.json_size import json_size
-from trunkattn.server.limits import LIMITS
-from trunkattn.server.protocol import (
+from trunkattn.server.bodies.json_size import json_size
+from trunkattn.server.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponseFormat,
     TokenizeRequest,
 )
+from trunkattn.server.limits import LIMITS
 
 from .conftest import PATIENCE, Server
 

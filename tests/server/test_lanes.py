@@ -11,16 +11,16 @@ import pytest
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.server import app
-from trunkattn.server import chat as chat_module
 from trunkattn.server import lanes as lanes_module
-from trunkattn.server.body import Reading
-from trunkattn.server.call_schemas import calls_schema
-from trunkattn.server.chat import Chat
+from trunkattn.server.bodies.body import Reading
+from trunkattn.server.bodies.protocol import ChatCompletionRequest
+from trunkattn.server.endpoints import chat as chat_module
+from trunkattn.server.endpoints.call_schemas import calls_schema
+from trunkattn.server.endpoints.chat import Chat
+from trunkattn.server.endpoints.streaming import _SLICE, write_json
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.lanes import Lanes, Pace, Pause
-from trunkattn.server.protocol import ChatCompletionRequest
 from trunkattn.server.service import Caller
-from trunkattn.server.streaming import _SLICE, write_json
 
 from .conftest import Server
 

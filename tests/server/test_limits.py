@@ -15,10 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import serve_hostile
-from trunkattn.server import ServerOptions, admission, conversation, limits, running
+from trunkattn.server import ServerOptions, admission, limits, running
+from trunkattn.server.bodies.json_size import json_size
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.json_size import json_size
-from trunkattn.server.template_clock import TemplateTimeout, template_clock
+from trunkattn.server.prompts import conversation
+from trunkattn.server.prompts.template_clock import TemplateTimeout, template_clock
 
 from .conftest import PATIENCE, Server, wait_for
 
@@ -121,7 +122,7 @@ BEFORE_READING: dict[str, tuple[str, bytes]] = {
 def test_what_holds_too_much_is_refused_before_it_is_read(
     server: Server, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("trunkattn.server.intake.json.loads", None)
+    monkeypatch.setattr("trunkattn.server.bodies.intake.json.loads", None)
     path, raw = BEFORE_READING[kind]
     response = httpx.post(f"{server.url}{path}", content=raw, timeout=PATIENCE)
     assert response.status_code == 400 and "expected at most 50000" in response.text
@@ -141,7 +142,7 @@ def test_numbers_that_take_long_to_be_read_are_refused_before(
     assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
     text = json.dumps(BASE | {"metadata": {"x": "9" * 600}})
     assert httpx.post(server.url + COMPLETE, content=text, timeout=PATIENCE).status_code == 200
-    monkeypatch.setattr("trunkattn.server.intake.json.loads", None)
+    monkeypatch.setattr("trunkattn.server.bodies.intake.json.loads", None)
     raw = text[:-1] + f', "metadata": [{number}]}}'
     refused = httpx.post(server.url + COMPLETE, content=raw, timeout=PATIENCE)
     assert refused.status_code == 400 and "too many digits: expected at most 512" in refused.text

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob
-from trunkattn.engine.sampling import TokenLogprobs
-from trunkattn.server.chat import _logprobs as logprobs_of
+from trunkattn.engine.sampling.sampler import TokenLogprobs
+from trunkattn.server.endpoints.chat import _logprobs as logprobs_of
+from trunkattn.server.endpoints.streaming import TextOffsets, write_json
 from trunkattn.server.lanes import no_pause
-from trunkattn.server.streaming import TextOffsets, write_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = "aé😀 b"

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.live import Live, _Shot
+from trunkattn.server.monitoring.live import Live, _Shot
 
 from .conftest import NAME, PATIENCE, Server, wait_for
 

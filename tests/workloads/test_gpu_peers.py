@@ -20,8 +20,8 @@ from benchmarks.kernels.ragged_batches import (
 )
 from benchmarks.peers.gpu_kernels import TreeNode, fasttree_nodes
 from benchmarks.workloads import PagedBatch, parse_tree, random_forest, tree_batch
+from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.analysis.tokens import chained
 
 from .scripts import refusal
 

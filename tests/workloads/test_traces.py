@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads.traces import decode_batches, read_trace
+from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.analysis.tokens import chained
 
 
 def request(

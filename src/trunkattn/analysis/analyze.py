@@ -7,19 +7,19 @@ from typing import Final
 
 from trunkattn.analysis.ceiling import ceiling_of
 from trunkattn.analysis.figures import plural, saved
-from trunkattn.analysis.fleet import Fleet, fleet_replay, run_fleet
-from trunkattn.analysis.load import Load, Workload
-from trunkattn.analysis.memory import cache_pages
-from trunkattn.analysis.model_shape import model_shape
 from trunkattn.analysis.parallel import num_cores, run_all
-from trunkattn.analysis.prices import Prices
+from trunkattn.analysis.pricing.memory import cache_pages
+from trunkattn.analysis.pricing.model_shape import model_shape
+from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.records import Analysis, FleetReplay, Log, Replay, Spoiler
-from trunkattn.analysis.replay import clocks_of, replay_of, run
+from trunkattn.analysis.reports.words import assumptions, beside, overload, verdict
 from trunkattn.analysis.settings import ROUTES, Progress, Settings
-from trunkattn.analysis.simulated import EngineSize
-from trunkattn.analysis.spoilers import find_spoilers, rewritten
-from trunkattn.analysis.timed import ONE_BY_ONE, SHARED
-from trunkattn.analysis.words import assumptions, beside, overload, verdict
+from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
+from trunkattn.analysis.simulation.load import Load, Workload
+from trunkattn.analysis.simulation.replay import clocks_of, replay_of, run
+from trunkattn.analysis.simulation.simulated import EngineSize
+from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.spoilers.search import find_spoilers, rewritten
 from trunkattn.gpu.cards import card_named
 
 _SMALL: Final = 2000  # requests; fewer are replayed in this process

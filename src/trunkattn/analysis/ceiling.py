@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.analysis.partings import in_prefix_order, num_shared
 from trunkattn.analysis.records import Ceiling, LoggedRequest
+from trunkattn.analysis.spoilers.partings import in_prefix_order, num_shared
 
 
 def ceiling_of(requests: Sequence[LoggedRequest]) -> Ceiling:

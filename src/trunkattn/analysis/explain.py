@@ -6,8 +6,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from trunkattn.analysis.list_price import list_ns
-from trunkattn.analysis.prices import DecodeBatch, Prices, seen_tokens
+from trunkattn.analysis.pricing.list_price import list_ns
+from trunkattn.analysis.pricing.prices import DecodeBatch, Prices, seen_tokens
 from trunkattn.analysis.records import Snapshot, TrieNode
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.kernel import kernels_of

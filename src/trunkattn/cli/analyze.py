@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trunkattn.analysis import settings
-from trunkattn.analysis.memory import cache_pages, check_cards
-from trunkattn.analysis.model_shape import model_shape
+from trunkattn.analysis.pricing.memory import cache_pages, check_cards
+from trunkattn.analysis.pricing.model_shape import model_shape
 from trunkattn.cli.analysis_options import AnalyzeOptions
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, as_file, check_writable, write
@@ -26,9 +26,9 @@ def run_analyze(options: AnalyzeOptions) -> None:
     with reported_by_option(AnalyzeOptions):
         check_options(options)
     from trunkattn.analysis.analyze import analyze, setup_of
-    from trunkattn.analysis.html import to_html
-    from trunkattn.analysis.reading import read_log
-    from trunkattn.analysis.report import print_analysis, to_dict
+    from trunkattn.analysis.reading.log import read_log
+    from trunkattn.analysis.reports.html import to_html
+    from trunkattn.analysis.reports.report import print_analysis, to_dict
 
     errors = Console(file=sys.stderr)
     with reported_by_option(AnalyzeOptions):
@@ -78,9 +78,9 @@ def check_options(options: AnalyzeOptions) -> None:
     if log != STANDARD_STREAM and not log.exists():
         raise ValueError(f"log={str(log)!r}: expected a file or a folder that exists, or - for standard input")
     check_outputs(options, {log: "LOG"} if log.is_file() else {})
-    from trunkattn.analysis.files import files_of
     from trunkattn.analysis.formats.table import format_named
-    from trunkattn.analysis.tokens import check_tokenizer
+    from trunkattn.analysis.reading.files import files_of
+    from trunkattn.analysis.reading.tokens import check_tokenizer
 
     if log.is_dir():
         check_outputs(options, dict.fromkeys(files_of(log), "LOG"))

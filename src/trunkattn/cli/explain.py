@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from trunkattn.analysis.memory import check_cards
-from trunkattn.analysis.model_shape import model_shape
+from trunkattn.analysis.pricing.memory import check_cards
+from trunkattn.analysis.pricing.model_shape import model_shape
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.command import reported_by_option
@@ -39,8 +39,8 @@ def run_explain(options: ExplainOptions) -> None:
         block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)
     with reported_by_option(ExplainOptions):
         from trunkattn.analysis.explain import explain
-        from trunkattn.analysis.explain_report import explanation_dict, forest_svg, print_explanation
-        from trunkattn.analysis.prices import Prices
+        from trunkattn.analysis.pricing.prices import Prices
+        from trunkattn.analysis.reports.explain_report import explanation_dict, forest_svg, print_explanation
 
         prices = Prices(shape, card, page_size, options.tensor_parallel, options.kv_cache_dtype)
         explanation = explain((block_table, seq_lens), prices)

@@ -19,7 +19,7 @@ from trunkattn.cli.models import name_of, place, use_threads, working
 from trunkattn.cli.options import GenerateOptions
 from trunkattn.cli.streams import STANDARD_STREAM, print_json
 from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
-from trunkattn.engine.model_path import existing_path
+from trunkattn.engine.model.path import existing_path
 from trunkattn.validate import check_text, shown
 
 if TYPE_CHECKING:

@@ -134,8 +134,8 @@ def _biases(texts: list[str]) -> dict[int, float]:
 
 def _check_form(form: "StructuredOutputsParams") -> None:
     """Raises ValueError, of the option that gave it, if a form of answers cannot be compiled."""
-    from trunkattn.engine.form_grammar import check_grammar
-    from trunkattn.engine.form_limits import FormLimits
+    from trunkattn.engine.forms.grammar import check_grammar
+    from trunkattn.engine.forms.limits import FormLimits
 
     try:
         check_grammar(form, FormLimits())

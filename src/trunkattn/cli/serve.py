@@ -17,7 +17,7 @@ from trunkattn.cli.command import fields_of, reported_by_option
 from trunkattn.cli.models import name_of, place, use_threads
 from trunkattn.cli.options import ServeOptions
 from trunkattn.engine import EngineConfig
-from trunkattn.engine.model_path import existing_path
+from trunkattn.engine.model.path import existing_path
 from trunkattn.server import ServerOptions
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from trunkattn.attention import BatchAttention
 from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.dtypes import dtype_name
 from trunkattn.engine.config import DEFAULT_CACHE_BYTES, DEFAULT_GPU_SHARE, EngineConfig
-from trunkattn.engine.expanded import ChunkExpansion
 from trunkattn.engine.graphs import LARGEST_GRAPH, CudaCapture, Graphs, graph_sizes
-from trunkattn.engine.model import ModelInfo
-from trunkattn.engine.packed_linear import can_pack, unpacked_weights
+from trunkattn.engine.model.expanded import ChunkExpansion
+from trunkattn.engine.model.loading import ModelInfo
+from trunkattn.engine.model.packed_linear import can_pack, unpacked_weights
 from trunkattn.engine.runner import ModelRunner
 from trunkattn.kv_cache.tensors import KVCache
 

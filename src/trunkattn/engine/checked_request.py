@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from trunkattn.engine.logits import LogitsRules
-from trunkattn.engine.request import PromptTooLong
+from trunkattn.engine.forms.structured_output import StructuredOutputs
+from trunkattn.engine.sampling.logits import LogitsRules
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.structured_output import StructuredOutputs
+from trunkattn.engine.scheduling.request import PromptTooLong
 from trunkattn.engine.token_rules import ModelLimits, TokenRules
 from trunkattn.validate import check_int, written
 

@@ -10,20 +10,27 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trunkattn.engine.answers import RequestAnswers
+from trunkattn.engine.answers.answers import RequestAnswers
+from trunkattn.engine.answers.token_bytes import TokenBytes
 from trunkattn.engine.checked_request import CheckedRequest, RequestChecks
-from trunkattn.engine.logits import LogitsRules
+from trunkattn.engine.forms.structured_output import StructuredOutputs
 from trunkattn.engine.outputs import RequestOutput
-from trunkattn.engine.request import Request
 from trunkattn.engine.runner import StepReads
-from trunkattn.engine.sampling import NO_TOKEN_WANTED, Sampler, SampleSpec, TokenLogprobs, most_likely, token_logprobs
+from trunkattn.engine.sampling.logits import LogitsRules
+from trunkattn.engine.sampling.sampler import (
+    NO_TOKEN_WANTED,
+    Sampler,
+    SampleSpec,
+    TokenLogprobs,
+    most_likely,
+    token_logprobs,
+)
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.scheduled_batch import ScheduledBatch
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.request import Request
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
-from trunkattn.engine.structured_output import StructuredOutputs
 from trunkattn.engine.suspects import Suspects
-from trunkattn.engine.token_bytes import TokenBytes
 from trunkattn.engine.token_rules import ModelLimits, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trunkattn.engine.expanded import ExpandedChunks
+from trunkattn.engine.model.expanded import ExpandedChunks
 from trunkattn.gpu.graphs import capture
 
 LARGEST_GRAPH = 4096  # tokens; a larger forward pass takes longer than its launches, even with a small model

@@ -24,7 +24,7 @@ from trunkattn.engine.assembly import (
 from trunkattn.engine.checked_request import CheckedRequest
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
-from trunkattn.engine.model import eos_token_ids, inspect_model, load_model, load_tokenizer
+from trunkattn.engine.model.loading import eos_token_ids, inspect_model, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
     ChatOptions,
@@ -36,7 +36,7 @@ from trunkattn.engine.prompts import (
     tokenize_prompt,
 )
 from trunkattn.engine.sampling_params import SamplingParams, default_sampling_params
-from trunkattn.engine.scheduler import Scheduler
+from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.engine.stats import EngineStats
 from trunkattn.engine.token_rules import ModelLimits
 from trunkattn.engine.turns import Turns

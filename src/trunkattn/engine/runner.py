@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from trunkattn.attention import BatchAttention, Plan
-from trunkattn.engine.expanded import ChunkExpansion, ExpandedChunks
 from trunkattn.engine.graphs import EagerForward, ForwardInputs, GraphedForward, Graphs, StepArrays
-from trunkattn.engine.hf_attention import TrunkStep
-from trunkattn.engine.request import Request
-from trunkattn.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+from trunkattn.engine.model.expanded import ChunkExpansion, ExpandedChunks
+from trunkattn.engine.model.hf_attention import TrunkStep
+from trunkattn.engine.scheduling.request import Request
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledChunk
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.tensors import KVCache
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.engine.logits import LogitsRules
-from trunkattn.engine.request import Request
-from trunkattn.engine.sampling import NOT_FINITE
+from trunkattn.engine.forms.structured_output import GrammarState, StructuredOutputs
+from trunkattn.engine.sampling.logits import LogitsRules
+from trunkattn.engine.sampling.sampler import NOT_FINITE
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.structured_output import GrammarState, StructuredOutputs
+from trunkattn.engine.scheduling.request import Request
 from trunkattn.validate import check_int, shown
 
 

@@ -15,13 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
 from trunkattn.engine.llm import LLM
-from trunkattn.server.chat import Chat
-from trunkattn.server.completions import Completion
-from trunkattn.server.conversation import Conversation
+from trunkattn.server.bodies.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from trunkattn.server.endpoints.chat import Chat
+from trunkattn.server.endpoints.completions import Completion
+from trunkattn.server.endpoints.streaming import respond, write_json
 from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
-from trunkattn.server.live import Live
-from trunkattn.server.metrics import Metrics
 from trunkattn.server.middleware import (
     AnswerErrors,
     CheckHost,
@@ -31,16 +35,12 @@ from trunkattn.server.middleware import (
     ReadTarget,
     RequireKey,
 )
+from trunkattn.server.monitoring.live import Live
+from trunkattn.server.monitoring.metrics import Metrics
+from trunkattn.server.monitoring.report import report
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from trunkattn.server.report import report
+from trunkattn.server.prompts.conversation import Conversation
 from trunkattn.server.service import Caller, Service, salt_of
-from trunkattn.server.streaming import respond, write_json
 
 Result = TypeVar("Result")
 AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from trunkattn.engine.request import PromptTooLong
+from trunkattn.engine.scheduling.request import PromptTooLong
 from trunkattn.server.engine_loop import EngineFailed, QueueFull
 
 _LOG: Final = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ Where OpenAI's API documents a value, it stands beside ours, which is never lowe
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkattn.engine.form_limits import FormLimits
+from trunkattn.engine.forms.limits import FormLimits
 
 
 @dataclass(frozen=True)

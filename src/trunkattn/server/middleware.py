@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trunkattn.server.engine_loop import EngineFailed
 from trunkattn.server.errors import error_response, failure
 from trunkattn.server.limits import LIMITS
-from trunkattn.server.metrics import Metrics
+from trunkattn.server.monitoring.metrics import Metrics
 from trunkattn.server.options import ServerOptions
 
 # What anybody may read: whether the server lives, what it counts, and the page without its data.

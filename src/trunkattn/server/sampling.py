@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.sampling_params import SamplingParams
+from trunkattn.server.bodies.protocol import Sampling
 from trunkattn.server.errors import BadRequest, bad_request
-from trunkattn.server.forms import form_of
+from trunkattn.server.forms.requested import form_of
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.protocol import Sampling
 from trunkattn.validate import written
 
 _OTHER_SHAPES: Final = frozenset({"logprobs", "stop", "structured_outputs"})  # fields that bodies have in another shape

@@ -12,19 +12,19 @@ from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.server.admission import Admission
-from trunkattn.server.body import Reading
+from trunkattn.server.bodies.body import Reading
+from trunkattn.server.bodies.intake import AnyBody, read_body
 from trunkattn.server.engine_loop import EngineLoop, Submission
 from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
-from trunkattn.server.form_trial import FormTrial
-from trunkattn.server.intake import AnyBody, read_body
+from trunkattn.server.forms.trial import FormTrial
 from trunkattn.server.lanes import Lanes, Pause, no_pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.merged_streams import merged
-from trunkattn.server.metrics import Metrics, RequestTimes
+from trunkattn.server.monitoring.metrics import Metrics, RequestTimes
+from trunkattn.server.monitoring.report import request_line
 from trunkattn.server.options import ServerOptions
-from trunkattn.server.report import request_line
+from trunkattn.server.prompts.tokenization import Tokenization
 from trunkattn.server.sampling import SamplingReader
-from trunkattn.server.tokenization import Tokenization
 from trunkattn.validate import shown
 
 Result = TypeVar("Result")

@@ -1,0 +1,275 @@
+"""What a model's config.json says of its size: attention layers, weights that a step reads, KV bytes of a token."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
+
+from trunkattn.analysis.pricing.model_configs import CONFIGS
+from trunkattn.validate import expanded
+
+_DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float32": 4.0})
+_MXFP4_BYTES: Final = 4.25 / 8  # bytes of an expert's weight, its share of the scale included
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+# Fields of configurations whose attention reads only selected tokens.
+_SPARSE_ATTENTION: Final = ("index_topk",)
+# Prefixes of fields that say that some layers are no attention over a KV cache.
+_OTHER_LAYERS: Final = ("mamba", "ssm_", "lru_", "linear_attn", "linear_num_", "hybrid_", "attn_type_list", "rwkv")
+# In these models every n-th layer has full attention, the others a sliding window.
+_ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts of a layer. numbers: weights of one."""
+
+    count: int
+    per_token: int
+    numbers: int
+
+    def read(self, num_tokens: int) -> float:
+        """Mean number of experts that at least one of `num_tokens` tokens chooses, if all choices are equally
+        likely."""
+        return self.count * (1.0 - (1.0 - self.per_token / self.count) ** num_tokens)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that decide what a step costs.
+
+    Attributes:
+        name: for people.
+        num_qo_heads, num_kv_heads, head_dim: of its attention.
+        latent_dim: of a latent cache (MLA), in which num_kv_heads is 1; None: keys and values are cached apart.
+        windows: sliding window of each attention layer; None: it sees all.
+        dense_numbers: weights that every step reads: all layers without routed experts, and the output layer.
+        experts: routed experts, of each layer that has some.
+        table_numbers: weights of the token table, of which a step reads a few rows.
+        vocab_size, hidden_size: of the output layer.
+        weight_bytes, expert_bytes: bytes of a weight.
+    """
+
+    name: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    latent_dim: int | None
+    windows: tuple[int | None, ...]
+    dense_numbers: int
+    experts: tuple[Experts, ...]
+    table_numbers: int
+    vocab_size: int
+    hidden_size: int
+    weight_bytes: float = 2.0
+    expert_bytes: float = 2.0
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers."""
+        return len(self.windows)
+
+    @property
+    def layers_by_window(self) -> dict[int | None, int]:
+        """How many layers have each window."""
+        return dict(Counter(self.windows))
+
+    def cached_numbers(self) -> int:
+        """Numbers that a token adds to the cache of one layer."""
+        return self.head_dim if self.latent_dim is not None else 2 * self.num_kv_heads * self.head_dim
+
+    def bytes_read(self, num_tokens: int) -> float:
+        """Bytes of weights that a step of `num_tokens` tokens reads."""
+        experts = sum(each.read(num_tokens) * each.numbers for each in self.experts)
+        return self.dense_numbers * self.weight_bytes + experts * self.expert_bytes
+
+    def numbers_used(self) -> float:
+        """Weights that a token is multiplied with."""
+        return self.dense_numbers + sum(each.per_token * each.numbers for each in self.experts)
+
+    def total_bytes(self) -> float:
+        """Bytes of all weights."""
+        experts = sum(each.count * each.numbers for each in self.experts)
+        return (self.dense_numbers + self.table_numbers) * self.weight_bytes + experts * self.expert_bytes
+
+
+def model_shape(model: str) -> ModelShape:
+    """The shape of a built-in model, or that of a config.json.
+
+    Args:
+        model: a name of `CONFIGS`, the path of a config.json, or that of a folder with one.
+
+    Raises:
+        ValueError: there is no such model, a field is missing, or its attention cannot be priced.
+    """
+    if model in CONFIGS:
+        return shape_of(model, CONFIGS[model])
+    path = expanded(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = ", ".join(CONFIGS)
+        raise ValueError(f"model={model!r}: expected one of {known}, or a config.json, or a folder that has one")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"{path} is not JSON that can be read ({error})"
+        raise ValueError(f"model={model!r}: {reason}; expected a model's config.json") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model={model!r}: {path} holds no JSON object; expected a model's config.json")
+    return shape_of((path.parent.name if path.name == "config.json" else path.stem) or model, config)
+
+
+def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a configuration of transformers describes. It raises the errors of `model_shape`."""
+    reader = _Reader(name, config)
+    config = {**config, **reader.mapping("text_config")}
+    reader = _Reader(name, config)
+    reader.refuse_other_layers()
+    hidden, num_layers = reader.number("hidden_size"), reader.number("num_hidden_layers")
+    heads = reader.number("num_attention_heads")
+    latent = reader.number("kv_lora_rank", default=0) or None
+    vocab = reader.number("vocab_size")
+    weight_bytes, expert_bytes = reader.bytes_per_weight()
+    if latent:
+        head_dim, kv_heads = latent + reader.number("qk_rope_head_dim"), 1
+    else:
+        head_dim = reader.number("head_dim", default=hidden // heads)
+        kv_heads = reader.number("num_key_value_heads", default=heads)
+    reader.refuse(not head_dim, "its heads have no elements")
+    attention = reader.latent_numbers() if latent else hidden * head_dim * 2 * (heads + kv_heads)
+    feed_forward = [reader.feed_forward(layer) for layer in range(num_layers)]
+    dense = num_layers * attention + sum(numbers for numbers, _ in feed_forward) + vocab * hidden
+    return ModelShape(
+        name=name,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent_dim=latent,
+        windows=reader.windows(num_layers),
+        dense_numbers=dense,
+        experts=tuple(experts for _, experts in feed_forward if experts is not None),
+        table_numbers=0 if config.get("tie_word_embeddings") else vocab * hidden,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        weight_bytes=weight_bytes,
+        expert_bytes=expert_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A configuration, and the name by which messages call it."""
+
+    name: str
+    config: Mapping[str, Any]
+
+    def refuse(self, condition: bool, why: str) -> None:
+        if condition:
+            raise ValueError(f"model {self.name} cannot be priced: {why}; name a model like it, such as llama-3-8b")
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of these fields that is set."""
+        name = next((name for name in names if self.config.get(name)), names[0])
+        found = self.config.get(name) or default
+        if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
+            self.complain(name, found, "an integer above 0")
+        return found
+
+    def complain(self, name: str, found: Any, expected: str) -> NoReturn:
+        """Raises ValueError that names a field, what is in it, and what is expected."""
+        given = "none" if found is None else repr(found) if len(repr(found)) <= 60 else "a long value"
+        raise ValueError(f"model {self.name}: its config gives {given} as {name}: expected {expected}")
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An inner object; empty where there is none."""
+        found = self.config.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            self.complain(name, found, "an object")
+        return found or {}
+
+    def integers(self, name: str) -> list[int]:
+        """A list of integers; empty where there is none."""
+        found = self.config.get(name)
+        if found is not None and not (isinstance(found, list) and all(isinstance(each, int) for each in found)):
+            self.complain(name, found, "a list of integers")
+        return found or []
+
+    def refuse_other_layers(self) -> None:
+        """Raises ValueError where layers are no attention of a decoder over a KV cache, or not over all of it."""
+        config = self.config
+        has_encoder = config.get("is_encoder_decoder") or "ForMaskedLM" in str(config.get("architectures"))
+        self.refuse(bool(has_encoder), "it has an encoder")
+        self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend only to chosen tokens")
+        if config.get("layer_types") is None:  # else these say it
+            others = [name for name, value in config.items() if name.startswith(_OTHER_LAYERS) and value]
+            why = f"its {others[0]} tells of layers that are no attention over a KV cache" if others else ""
+            self.refuse(bool(others), why)
+            self.refuse(bool(config.get("attention_chunk_size")), "its layers attend within chunks")
+
+    def latent_numbers(self) -> int:
+        """Weights of an attention layer with a latent cache (DeepSeek-V2 §2.1)."""
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        latent, rope = self.number("kv_lora_rank"), self.number("qk_rope_head_dim")
+        nope, value = self.number("qk_nope_head_dim"), self.number("v_head_dim")
+        rank = self.number("q_lora_rank", default=0)
+        query = rank * (hidden + heads * (nope + rope)) if rank else hidden * heads * (nope + rope)
+        return query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+
+    def feed_forward(self, layer: int) -> tuple[int, Experts | None]:
+        """Weights of a layer's feed-forward part that every token uses, and its routed experts."""
+        hidden = self.number("hidden_size")
+        count = self.number("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", default=0)
+        if not count or self.is_dense(layer):
+            return 3 * hidden * self.number("intermediate_size"), None
+        size = self.number("moe_intermediate_size", "intermediate_size")
+        shared = self.number("shared_expert_intermediate_size", default=0)
+        shared += self.number("n_shared_experts", default=0) * size
+        per_token = self.number("num_experts_per_tok", "num_experts_per_token", "moe_k")
+        self.refuse(per_token > count, f"a token chooses {per_token} of its {count} experts")
+        return 3 * hidden * shared + hidden * count, Experts(count, per_token, 3 * hidden * size)
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer of a model with routed experts has none."""
+        if layer < self.number("first_k_dense_replace", "moe_layer_start_index", default=0):
+            return True
+        if isinstance(self.config.get("moe_layer_freq"), list):  # a flag for each layer
+            return not any(self.integers("moe_layer_freq")[layer : layer + 1])
+        every = self.number("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval", default=1)
+        return layer in self.integers("mlp_only_layers") or (layer + 1) % every != 0
+
+    def windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """Sliding window of each layer."""
+        window: int | None = self.number("sliding_window", default=0) or None
+        if self.config.get("use_sliding_window") is False:
+            window = None
+        types = self.config.get("layer_types")
+        if types is None:
+            full = self.number("max_window_layers", default=0)  # the first ones see all
+            period = self.number(
+                "sliding_window_pattern", default=_ALTERNATE.get(str(self.config.get("model_type")), 0)
+            )
+            sees_all = [layer < full or bool(period and (layer + 1) % period == 0) for layer in range(num_layers)]
+            return tuple(None if each else window for each in sees_all)
+        if not isinstance(types, list) or len(types) != num_layers or not all(isinstance(each, str) for each in types):
+            self.complain("layer_types", types, f"a list of {num_layers} names, one for each layer")
+        other = sorted(set(types) - set(_LAYER_TYPES))
+        self.refuse(bool(other), f"it has layers of type {', '.join(other)}, which are no attention over a KV cache")
+        self.refuse(window is None and "sliding_attention" in types, "its sliding_window is not told")
+        return tuple(window if each == "sliding_attention" else None for each in types)
+
+    def bytes_per_weight(self) -> tuple[float, float]:
+        """Bytes of a weight, and of one of a routed expert."""
+        plain = _DTYPE_BYTES.get(str(self.config.get("torch_dtype") or self.config.get("dtype") or "bfloat16"))
+        self.refuse(plain is None, f"its dtype is none of {', '.join(_DTYPE_BYTES)}")
+        assert plain is not None
+        quantization = self.mapping("quantization_config")
+        method, bits = quantization.get("quant_method"), quantization.get("bits")
+        if method == "mxfp4":
+            return plain, _MXFP4_BYTES
+        if method == "fp8":
+            return 1.0, 1.0
+        if isinstance(bits, int) and not isinstance(bits, bool) and bits > 0:
+            return bits / 8, bits / 8
+        self.refuse(bool(quantization), f"its weights are quantized by {method!r}, whose size is not known here")
+        return plain, plain

@@ -1,0 +1,1 @@
+"""Logs read: from files to the requests that an analysis replays."""

@@ -1,0 +1,1 @@
+"""An analysis in words, tables, charts and HTML."""

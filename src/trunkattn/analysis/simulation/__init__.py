@@ -1,0 +1,1 @@
+"""The engine's scheduler and cache over a log, without a model, and what its steps take."""

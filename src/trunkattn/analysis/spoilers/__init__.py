@@ -1,0 +1,1 @@
+"""Fields that keep prompts from sharing what follows them."""

@@ -1,0 +1,1 @@
+"""Answers: sampled tokens become text and log-probabilities."""

@@ -1,0 +1,1 @@
+"""GGUF files: their header, and what a model takes from it."""

@@ -1,0 +1,1 @@
+"""The scheduler: which tokens a step computes. No file here imports torch."""

@@ -1,0 +1,1 @@
+"""The endpoints that generate: what each answers, and how answers are streamed."""

@@ -1,0 +1,1 @@
+"""The form that a request asks of its answers, and its trial in another process."""

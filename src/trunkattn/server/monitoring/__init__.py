@@ -1,0 +1,1 @@
+"""What an operator watches: Prometheus metrics, lines of the log, the live page."""

@@ -1,0 +1,1 @@
+"""Prompts: texts and conversations become token ids, within limits of size and time."""
