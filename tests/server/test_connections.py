@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import struct
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -285,3 +286,40 @@ def test_a_connection_does_not_rest_for_ever(
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         while connection.recv(1 << 16):
             pass
+
+
+def half_closed(server: Server, sent: bytes) -> bytes:
+    """What the server answers to a client that sends no more, as `nc -N`."""
+    with connected(server) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+def test_who_sends_no_more_still_gets_what_takes_no_engine(server: Server) -> None:
+    tokens = post_of({"prompt": "trunk"}).replace(b"/v1/completions", b"/tokenize")
+    received = half_closed(server, tokens + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert received.count(b"HTTP/1.1 200") == 2 and b'"count":5' in received and received.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_no_more_is_told_that_no_answer_comes(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A client that has gone away looks the same, and nobody computes for one."""
+    server.stand_still(monkeypatch)
+    received = half_closed(server, post_of({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": stream}))
+    assert received.startswith(b"HTTP/1.1 499") and b"expected one that stays open" in received
+
+
+def test_a_broken_stream_of_many_answers_makes_no_noise(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), connected(server) as connection:
+        connection.sendall(post_of({"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 16}))
+        connection.recv(1 << 10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # to close resets it
+        connection.close()
+        server.wait_idle()
+    assert not caplog.records

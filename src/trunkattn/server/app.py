@@ -40,6 +40,7 @@ from trunkattn.server.monitoring.metrics import Metrics
 from trunkattn.server.monitoring.report import report
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.prompts.conversation import Conversation
+from trunkattn.server.running import HAS_LEFT
 from trunkattn.server.service import Caller, Service, salt_of
 
 Result = TypeVar("Result")
@@ -58,6 +59,7 @@ _PAGE_HEADERS: Final = MappingProxyType(
 # Headers of answers that a page of another origin may read beside those that every page may.
 _EXPOSED: Final = ("Allow", "Retry-After", "WWW-Authenticate")
 _JSON: Final = "application/json"
+_LEFT_EARLY: Final = "the client closed its connection for sending: expected one that stays open until the answer comes"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -212,7 +214,7 @@ async def _answer(
     """The response of an endpoint that computes, unless the client goes away before it begins."""
     raw, arrived = await request.body(), time.monotonic()  # with its last byte
     response = await _unless_disconnected(request, _respond(service, request, raw, arrived, body_model, endpoint_type))
-    return Response(status_code=CLIENT_CLOSED) if response is None else response
+    return error_response(CLIENT_CLOSED, _LEFT_EARLY) if response is None else response
 
 
 async def _respond(
@@ -238,16 +240,17 @@ async def _respond(
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result | None:
-    """The result of some work; None, and the work is cancelled, if the client goes away first."""
+    """The result of some work; None, and the work is cancelled, if the client goes away or sends no more first."""
+    has_left: asyncio.Event = getattr(request.state, HAS_LEFT, asyncio.Event())
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
+    leaving = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(has_left.wait())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, *leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        leaving.cancel()
-        working.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        for task in (working, *leaving):
+            task.cancel()
+        await asyncio.gather(working, *leaving, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -18,7 +18,7 @@ from trunkattn.server.engine_loop import EngineFailed, QueueFull
 _LOG: Final = logging.getLogger(__name__)
 _LONGEST: Final = 1000  # characters of a message
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; nobody reads it
+CLIENT_CLOSED: Final = 499  # nginx's status for a client that has gone away; it may still read
 TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code, at which clients shorten a conversation
 _CODES: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 

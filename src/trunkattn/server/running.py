@@ -27,6 +27,7 @@ _LEAST_CONNECTIONS: Final = 16
 _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
 _LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
 _EMPTY_LINES: Final = re.compile(rb"(?:\r?\n)*")
+HAS_LEFT: Final = "has_left"  # in the state of a request: an event that is set when its client sends no more
 _BEHIND_BYTES: Final = 64 << 10  # that are read behind a request while it is answered
 
 
@@ -40,13 +41,22 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._left = asyncio.Event()
+        self.app_state = {**self.app_state, HAS_LEFT: self._left}
         self._idle_since = self.loop.time()
         self._arm(LIMITS.header_seconds)
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
             min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection of a client that sends no more, as `nc -N` does, until what it has asked for is
+        answered. One that has gone away looks the same, so what computes answers looks at `HAS_LEFT`."""
+        self._left.set()
+        return self._is_busy and not self.cycle.more_body and not self.cycle.response_started
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._left.set()
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -71,6 +81,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if not self._is_busy:
             self._idle_since = self.loop.time()
+            if self._left.is_set():
+                self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -88,8 +88,8 @@ class Chat:
                 newest = [grown.output]
                 work = partial(self._events, grown.output, progress, writer)
                 places = num_places(grown.output, progress.values(), self._body.return_token_ids)
-                for event in await self._service.render(places, work):
-                    yield event
+                if events := await self._service.render(places, work):
+                    yield "".join(events)  # one write: a connection that has broken is seen between two
         if self._options.include_usage:
             yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
         yield writer.done()

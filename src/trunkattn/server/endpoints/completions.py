@@ -124,8 +124,8 @@ class Completion:
                 usage = usage_so_far(list(newest.values()), self._options)
                 work = partial(self._events, grown.prompt, output, sent, usage, writer)
                 places = num_places(output, sent.values(), self._body.return_token_ids)
-                for event in await self._service.render(places, work):
-                    yield event
+                if events := await self._service.render(places, work):
+                    yield "".join(events)  # one write: a connection that has broken is seen between two
         if self._options.include_usage:
             whole = usage_of(list(newest.values()))
             yield writer.event(self._envelope([]) | {"usage": whole.as_json()})
