@@ -63,8 +63,7 @@ class LaunchOrder:
             return Launch(kernel, work, num_ctas, buckets)
         if buckets == (0,) and self._queues:
             return Launch(kernel, work, num_sms * lowest.queued_per_sm, buckets)
-        ctas_per_sm = max(tiles[bucket % len(tiles)].ctas_per_sm for bucket in buckets)
-        return Launch(kernel, work, num_sms * ctas_per_sm, buckets, spread=True)
+        return Launch(kernel, work, num_sms * lowest.ctas_per_sm, buckets, spread=True)
 
     @property
     def _queues(self) -> bool:

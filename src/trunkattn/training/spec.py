@@ -88,7 +88,7 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
         reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
     elif not reasons and not refuses_cudnn_forward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
-    elif not reasons and _hopper_is_faster(config) and not refuses_hopper_backward(config, card):
+    elif not reasons and _hopper_is_faster(config):
         reasons.append(f"{_heads(config)}: the Hopper passes are faster")
     return reasons
 
