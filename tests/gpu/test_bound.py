@@ -66,10 +66,11 @@ def test_the_interpreter_is_called_each_time() -> None:
     assert len(kernel.calls) == 4 and not kernel.compiled.calls
 
 
-def test_no_tensor_of_the_first_layer_is_kept() -> None:
+def test_no_tensor_of_a_layer_is_kept() -> None:
     t = make_tensors()
     launches = bound(Kernel(), t)
-    launches(t)
+    for _ in range(2):  # the second call bypasses Triton
+        launches(t)
     kept = [value for launch in launches._launches for value in (*launch._fixed.values(), *launch._positional)]
     assert not any(value is t.q or value is t.v_scale or value == "the first layer's" for value in kept)
 
@@ -78,11 +79,15 @@ def test_layers_of_one_kind_have_one_key() -> None:
     t = make_tensors()
     assert layer_key(t, False) == layer_key(make_tensors(), False)
     odd = torch.zeros(t.q.numel() + 1, dtype=t.q.dtype)[1:].view(t.q.shape)
+    rope = torch.zeros(64, 8, 128, dtype=t.q.dtype)
     others = (
         replace(t, q=odd),
         replace(t, q=t.q.to(torch.float16)),
         replace(t, out=torch.empty(128, 8, 128, dtype=t.out.dtype)[::2]),
         replace(t, k_cache=t.k_cache.transpose(1, 2)),
+        replace(t, v_cache=t.v_cache.transpose(1, 2)),
+        replace(t, q_rope=rope),
+        replace(t, q_rope=rope.transpose(0, 1)),
         replace(t, sinks=torch.zeros(3)[1:]),
     )
     keys = {layer_key(other, False) for other in others} | {layer_key(t, True), layer_key(t, False)}
