@@ -85,7 +85,7 @@ def test_it_is_launched_with_every_argument(monkeypatch: pytest.MonkeyPatch, win
     kernel = Recorder(DecodeArguments._fields)
     monkeypatch.setattr(hopper_decode, "hopper_decode_kernel", kernel)
     plan, tensors = uploaded(replace(GEOMETRY, window=window, masked=masked)), make_tensors()
-    launch = Launch(DECODE, Work.DECODE, 264, (1, 2))
+    launch = Launch(DECODE, Work.DECODE, 300, (1, 2))  # more CTAs than run at once
     bound(plan, launch, Pdl(trigger=True, wait=False))(tensors)
     ((num_programs, args, options),) = kernel.calls
     given = DecodeArguments(*args)
@@ -192,7 +192,7 @@ def test_tiles_are_those_of_the_table_but_some_low_ones(head_dim: int, kv_itemsi
     assert tiles[0].read_percent == 98 or low_is_hopper
     assert without_subtiles(tiles) == tiles
     dtype = torch.bfloat16 if kv_itemsize == 2 else torch.float8_e5m2
-    for group, held in ((4, tiles), (20, tiles[1:])):
+    for group, held in ((4, tiles), (16, tiles), (17, tiles[1:]), (32, tiles[1:]), (64, tiles[2:])):
         config = AttentionConfig(group, 1, head_dim, page_size, torch.bfloat16, kv_dtype=dtype)
         assert taken_tiles(config, CARD) == held
 

@@ -200,12 +200,19 @@ def test_a_cache_that_tma_cannot_read_goes_to_the_other(kernels: tuple[Recorder,
     plan = make_plan(GEOMETRY)
     execute(plan, replace(tensors, v_cache=odd), False)
     assert [len(kernel.calls) for kernel in kernels] == [0, 1]
-    (reason,) = plan.unreadable
-    assert reason == "Hopper prefill: v_cache begins at an address that is no multiple of 16 bytes"
+    thin = torch.zeros(8, 16, 2, 256, dtype=torch.bfloat16)[..., ::2]
+    execute(plan, replace(tensors, v_cache=thin), False)
+    assert [len(kernel.calls) for kernel in kernels] == [0, 2]
+    assert list(plan.unreadable) == [
+        "Hopper prefill: v_cache begins at an address that is no multiple of 16 bytes",
+        "Hopper prefill: v_cache has strides (8192, 512, 256, 2): expected multiples of 16 bytes, and 1",
+    ]
 
 
 def test_tokens_far_apart_go_to_the_other(kernels: tuple[Recorder, Recorder]) -> None:
-    for stride, calls in ((2**32 - 128, [1, 0]), (2**32, [1, 1])):
-        far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
-        execute(make_plan(GEOMETRY), replace(make_tensors(), out=far), False)
-        assert [len(kernel.calls) for kernel in kernels] == calls
+    for name in ("q", "out"):
+        for stride, added in ((2**32 - 128, [1, 0]), (2**32, [0, 1])):
+            before = [len(kernel.calls) for kernel in kernels]
+            far = torch.empty_strided((64, 8, 128), (stride, 128, 1), dtype=torch.bfloat16, device="meta")
+            execute(make_plan(GEOMETRY), replace(make_tensors(), **{name: far.as_subclass(OnCard)}), False)
+            assert [len(kernel.calls) - count for kernel, count in zip(kernels, before, strict=True)] == added, name

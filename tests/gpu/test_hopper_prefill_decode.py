@@ -163,7 +163,8 @@ def test_other_items_follow_it_or_the_launches_in_its_place(monkeypatch: pytest.
     assert [len(kernel.calls) for kernel in kernels.values()] == ([1, 0, 2, 1] if readable else [0, 1, 3, 1])
     decodes = kernels["decode_kernel"].calls
     if not readable:
-        _, _, options = decodes.pop(0)
+        num_ctas, _, options = decodes.pop(0)
+        assert num_ctas == CARD.num_sms * TILES[0].ctas_per_sm > CARD.num_sms
         assert options["work"].counts.tolist()[:2] == [0, 2]
         assert options["BUCKETS"].first == 0 and options["PDL"].wait
     for _, _, options in decodes:

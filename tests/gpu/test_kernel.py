@@ -106,6 +106,7 @@ MANY = {"head_dim": 80, "head_dim_v": 64, "dtype": torch.float32, "execution": "
             (PROMPTS_96, PAGES),
         ),
         ({"page_size": 8}, (), (PAGES,)),
+        ({"num_qo_heads": 8 * 64}, (), ()),
         ({"kv_dtype": torch.float8_e4m3fn}, (), ("float8_e4m3fn caches: expected bfloat16, as the queries",)),
         ({"policy": "pat"}, ("policy='pat': expected 'auto'",), ()),
         ({"batch_invariant": True}, (INVARIANT,), ()),
