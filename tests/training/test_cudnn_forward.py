@@ -36,6 +36,12 @@ def test_it_is_taken_where_our_backward_pass_is_faster(
     assert chosen(config, Work.BATCH) == ("cuDNN of PyTorch" if not options and not taken else None)
 
 
+def test_the_wider_of_keys_and_values_decides() -> None:
+    for changes in ({"head_dim": 128}, {"head_dim_v": 128}):
+        assert chosen(NARROW._replace(**changes)) == "Hopper forward"
+        assert chosen(NARROW._replace(**changes), Work.BATCH) == "cuDNN of PyTorch"
+
+
 @pytest.mark.parametrize("changes", [{"head_dim": 32, "head_dim_v": 32}, {"dtype": torch.float32}])
 def test_without_a_backward_pass_for_hopper_it_is_not(changes: dict[str, Any]) -> None:
     assert chosen(NARROW._replace(**changes)) == "portable forward"

@@ -36,6 +36,9 @@ def chosen(work: Work, config: TrainingConfig, capability: int = 90) -> str | No
     [
         (LONG, "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(is_grouped=True), "FlashAttention-4", "FlashAttention-4"),
+        (LONG._replace(head_dim=64, head_dim_v=64), "FlashAttention-4", "FlashAttention-4"),
+        (LONG._replace(head_dim=96, head_dim_v=96), "FlashAttention-4", "FlashAttention-4"),
+        (LONG._replace(head_dim=256, head_dim_v=256), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(options=("deterministic",)), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=192), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=192, is_grouped=True), "FlashAttention-4", "Hopper"),
@@ -150,7 +153,7 @@ def test_outputs_and_gradients(deterministic: bool, with_dlse: bool, monkeypatch
 def test_it_can_be_kept_away() -> None:
     q = torch.zeros(1, 4, 2, 64, dtype=BF16)
     assert flash_attention_4.reads(q, q, q)
-    assert not flash_attention_4.reads(q, q[:, :0], q[:, :0])
+    assert not flash_attention_4.reads(q, q[:, :0], q[:, :0]) and not flash_attention_4.reads(q[:, :0], q, q)
     with own_training_kernels():
         assert not flash_attention_4.reads(q, q, q)
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()

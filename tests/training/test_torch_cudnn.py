@@ -16,6 +16,8 @@ from trunkattn.training.checks import Options
 from trunkattn.training.flash_attention import _whole_kernel
 from trunkattn.training.spec import TrainingConfig
 
+from ..gpu.test_hopper_prefill import OnCard
+
 NAME = "cuDNN of PyTorch"
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -124,3 +126,40 @@ def test_a_torch_without_cudnn_reads_nothing() -> None:
     q = torch.zeros(1, 4, 2, 64, dtype=BF16)
     assert not torch_cudnn.reads(q, q, q, True)
     assert not torch_cudnn.reads(q[:, :0], q, q, True)
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_is_asked_of_the_tensors_as_cudnn_gets_them(
+    causal: bool, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch_cudnn, "can_use_cudnn_attention", lambda params: asked.append(params) or True)
+    q, k, v = (
+        torch.zeros(2, 16, heads, dim, dtype=BF16).as_subclass(OnCard)
+        for heads, dim in ((8, 64), (num_kv_heads, 64), (num_kv_heads, 32))
+    )
+    assert torch_cudnn.reads(q, k, v, causal)
+    assert not torch_cudnn.reads(q, k[:, :0], v[:, :0], causal), "cuDNN takes no empty tensors"
+    (params,) = asked
+    shapes = [tuple(tensor.shape) for tensor in (params.query, params.key, params.value)]
+    assert shapes == [(2, 8, 16, 64), (2, num_kv_heads, 16, 64), (2, num_kv_heads, 16, 32)]
+    assert (params.is_causal, params.enable_gqa) == (causal, num_kv_heads != 8)
+    assert (params.attn_mask, params.dropout) == (None, 0.0)
+
+
+def test_sums_are_kept_for_a_backward_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever tensor has a gradient: the backward pass of values reads them, too."""
+    kept: list[bool] = []
+
+    def compute(q: Any, k: Any, v: Any, keeps_lse: bool, causal: bool, sm_scale: float) -> tuple[torch.Tensor, None]:
+        kept.append(keeps_lse)
+        return q, None
+
+    monkeypatch.setattr(torch_cudnn, "compute", compute)
+    for trained in (0, 1, 2, None):
+        tensors = [torch.zeros(1, 4, 2, 8, requires_grad=number == trained) for number in range(3)]
+        torch_cudnn.attend(*tensors, True, 1.0)
+        with torch.no_grad():
+            torch_cudnn.attend(*tensors, True, 1.0)
+    assert kept == [True, False] * 3 + [False, False]
