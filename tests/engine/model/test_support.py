@@ -1,5 +1,6 @@
 """What can run is decided from the configuration alone, with the reason, and before any weight is loaded."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread, get_ident
@@ -96,6 +97,9 @@ def test_parameters_of_a_rotation_that_a_model_reads_pass(model_type: str, rope:
         ("llama", {"rope_parameters": DYNAMIC}, "alpha=1000.0, which transformers' llama does not read with rope_type"),
         ("llama", {"rope_parameters": LINEAR}, "attention_factor=1.5, which"),
         ("mistral", {**SMALL, "layer_types": ["full_attention"] * 4}, "layer_types[0]='full_attention', which"),
+        ("llama", {"rope_parameters": {**YARN, "rope_theta": math.inf}}, "'rope_theta': inf}: expected finite numbers"),
+        ("llama", {"rms_norm_eps": 1e39}, "rms_norm_eps=1e+39: expected finite numbers"),
+        ("qwen3", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan: expected finite numbers"),
     ],
 )
 def test_a_model_that_needs_what_is_lacking_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from trunkattn.engine.model.files import one_line, plain
+from trunkattn.engine.model.config_fields import infinite_fields, known_fields, unread_fields
+from trunkattn.engine.model.files import one_line
 from trunkattn.engine.model.hf_attention import ATTENTION_NAME, AttentionProbe, LayerAttention
 from trunkattn.engine.model.hf_masks import UnsupportedAttention
 from trunkattn.engine.model.latent import absorb_heads
@@ -30,43 +31,6 @@ UNSUPPORTED_OPTIONS = (  # a field that is set in the configuration -> its meani
     ("use_bidirectional_attention", "its attention is bidirectional"),
     ("num_kv_shared_layers", "some of its layers share KV"),
     ("add_cross_attention", "it has cross-attention"),
-)
-# Fields that change what a model computes -> the values that change nothing. A model that has no such field of its own
-# would leave another value unread.
-CHANGES: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        "attn_logit_softcapping": (0,),
-        "final_logit_softcapping": (0,),
-        "logit_scale": (1,),
-        "logits_scaling": (1,),
-        "embedding_multiplier": (1,),
-        "residual_multiplier": (1,),
-        "lm_head_multiplier": (1,),
-        "scale_emb": (1,),
-        "attention_multiplier": (),
-        "query_pre_attn_scalar": (),
-        "scale_depth": (),
-        "rotary_pct": (1,),
-        "clip_qkv": (0,),
-        "no_rope_layers": ([],),
-        "no_rope_layer_interval": (0,),
-        "dim_model_base": (),
-        **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale"), (1,)),
-        **dict.fromkeys(("key_multiplier", "embedding_scale", "route_scale", "router_scaling_factor"), (1,)),
-        **dict.fromkeys(("routed_scaling_factor", "moe_routed_scaling_factor"), (1,)),
-        **dict.fromkeys(("logits_soft_cap", "output_logit_soft_cap", "moe_router_logit_softcapping"), (0,)),
-        **dict.fromkeys(("swiglu_limit", "attn_temperature_tuning", "scale_embedding", "mup_enabled"), (0,)),
-        **dict.fromkeys(("use_parallel_residual", "parallel_attn", "scale_attn_by_inverse_layer_idx"), (0,)),
-        "apply_residual_connection_post_layernorm": (0,),
-    }
-)
-# Fields of a type that its model in transformers never reads -> what that computes.
-COMPUTED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax"},
-        "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        "gpt_oss": {"hidden_act": "silu"},
-    }
 )
 # Parameters of a rotation that scale it -> the rope types that read them; a factor of 1 changes nothing.
 ROPE_SCALES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
@@ -222,32 +186,13 @@ def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> l
         reasons.append(f"it has layers of type {', '.join(others)}")
     if not reasons and type(config) in AutoModelForCausalLM._model_mapping:
         reasons += unread_fields(config)
+    if not reasons:
+        reasons += infinite_fields(config)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
         reasons.append(f"its weights are quantized ({method}); expected plain safetensors or GGUF")
     return reasons
-
-
-def unread_fields(config: PretrainedConfig) -> list[str]:
-    """Fields that would change what the model computes, and that transformers' model of this type does not have."""
-    given = {name: value for name, value in vars(config).items() if value is not None}
-    computed = COMPUTED.get(config.model_type, {})
-    told = {name: given[name] for name, value in computed.items() if given.get(name, value) != value}
-    changed = {name: value for name, value in given.items() if name in CHANGES and value not in CHANGES[name]}
-    if changed:
-        known = known_fields(config)
-        told |= {name: value for name, value in changed.items() if name not in known}
-    return [
-        f"its configuration has {plain(f'{name}={value!r}')}, which transformers' {config.model_type} does not read"
-        for name, value in told.items()
-    ]
-
-
-def known_fields(config: PretrainedConfig) -> frozenset[str]:
-    """Fields that configurations of this type have of their own: any other name would be kept and read by nobody."""
-    extra = {"head_dim"} & vars(config).keys()  # transformers' attention reads this one wherever it stands
-    return frozenset({*vars(type(config)()), *type(config).attribute_map, *extra})
 
 
 def _is_text_only(config: PretrainedConfig) -> bool:

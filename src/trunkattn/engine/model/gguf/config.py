@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from trunkattn.engine.model.config_fields import known_fields
 from trunkattn.engine.model.files import plain
 from trunkattn.engine.model.gguf.header import GgufHeader
 from trunkattn.engine.model.gguf.rope import apply_gguf_rope
 from trunkattn.engine.model.gguf.sampling import gguf_sampling
-from trunkattn.engine.model.support import known_fields
 
 # A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
