@@ -11,7 +11,7 @@ from benchmarks.kernels.decode import PAGE_SIZE, Case, Run
 from benchmarks.workloads import PagedBatch
 from trunkattn.gpu.arrays import Arrays, Lists
 from trunkattn.gpu.cards import card_at
-from trunkattn.gpu.kernel import Choice, Kernels, kernel_named
+from trunkattn.gpu.kernel import Choice, Kernels, Work, kernel_named, portable_kernel
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable.spec import merge_tile
@@ -91,7 +91,15 @@ def make_run(
     )
     positions = query_positions(*arrays_of(case.batch)[1:])
     decode = Choice(kernel_named(tiles[-1].kernel), {})
-    kernels = Kernels(decode, prefill=None, both=None, tiles=tiles, prefill_tile=None, merge_tile=merge_tile(hq, dim))
+    kernels = Kernels(
+        decode=decode,
+        prefill=None,
+        both=None,
+        tiles=tiles,
+        prefill_tile=None,
+        merge=portable_kernel(Work.MERGE),
+        merge_tile=merge_tile(hq, dim),
+    )
     arrays = Arrays(kernels, card_at(device), device, streams=execution == "streams")
     plan = arrays.place(Lists(listed, positions), geometry)
     slots = max(1, listed.num_slots)

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.page.common import table
 from trunkattn import AttentionConfig, PrefixTree, flash_attention
-from trunkattn.cli.kernels import MODELS, attention_of, is_fast
+from trunkattn.cli.kernels import MODELS, attention_of
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
 from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
 from trunkattn.training.spec import TrainingConfig
@@ -117,7 +117,7 @@ def cuda_cell(configs: list[AttentionConfig]) -> str:
 
 def is_decoded_fast(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> bool:
     """Whether a kernel made for the card decodes an attention there."""
-    return on_cuda(config, HOPPER) and is_fast(choose(Work.DECODE, config, card, table))
+    return on_cuda(config, HOPPER) and choose(Work.DECODE, config, card, table).is_fast
 
 
 def is_trained_fast(options: dict[str, Any], card: Card) -> bool:
@@ -125,7 +125,7 @@ def is_trained_fast(options: dict[str, Any], card: Card) -> bool:
     given = tuple(name for name in options if name not in ("head_dim", "tree"))
     head_dim = options.get("head_dim", TRAINING_HEAD_DIM)
     config = TrainingConfig(head_dim, torch.bfloat16, head_dim, given)
-    return all(is_fast(choose(work, config, card)) for work in (Work.FORWARD, Work.BACKWARD))
+    return all(choose(work, config, card).is_fast for work in (Work.FORWARD, Work.BACKWARD))
 
 
 def hopper_cell(configs: Sequence[Any], is_fast_on: Callable[[Any, Card], bool] = is_decoded_fast) -> str:

@@ -39,6 +39,7 @@ def kernels_with(
         both=kernel_named(BOTH) if both else None,
         tiles=tuple(tiles),
         prefill_tile=prefill_tile,
+        merge=portable_kernel(Work.MERGE),
         merge_tile=merge_tile(geometry.num_qo_heads, geometry.head_dim_v),
     )
 

@@ -2,26 +2,39 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig
-from trunkattn.cli.kernels import attention_of, is_fast, kernels_on
+from trunkattn.cli.kernels import attention_of, kernels_on
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H100, H200, Card, CardModel, GpuFacts, card_of
 from trunkattn.gpu.hopper import spec as hopper
-from trunkattn.gpu.kernel import KERNELS, Choice, Kernel, Work, choose, kernels_of, portable_kernel, refusals
+from trunkattn.gpu.kernel import (
+    KERNELS,
+    Choice,
+    Kernel,
+    Work,
+    choose,
+    kernel_named,
+    kernels_of,
+    portable_kernel,
+    refusals,
+)
+from trunkattn.gpu.launch_order import LaunchOrder
 from trunkattn.gpu.portable.spec import INVARIANT_TILE
-from trunkattn.gpu.tiles import GpuTile, PrefillTile
+from trunkattn.gpu.tiles import GpuTile, MergeTile, PrefillTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.spec import TrainingConfig
 
-from .kernel_cases import CPU, make_card
+from .kernel_cases import CPU, HOPPER_PREFILL, make_card
 
 H100_FACTS = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 PCIE = card_of(GpuFacts("NVIDIA H100 PCIe", 114, 90, 50 << 20))
@@ -76,12 +89,12 @@ def test_fast_kernels_where_there_is_no_reason_against_them(name: str, capabilit
         config = attention_of(dict(zip(CHANGES, values, strict=True)))
         decode, (prompts, tile) = choose(Work.DECODE, config, card), prefill(config, card)
         trusted = name == "H200" or (name == "H100" and config.head_dim != 96)
-        assert is_fast(decode) is (capability == 90 and trusted and decodes_fast(config)), config
-        assert is_fast(decode) is (not decode.reasons), config
-        assert is_fast(decode) is on_hopper(config, card)[-1], config
+        assert decode.is_fast is (capability == 90 and trusted and decodes_fast(config)), config
+        assert decode.is_fast is (not decode.reasons), config
+        assert decode.is_fast is on_hopper(config, card)[-1], config
         if name != "PCIe":
-            assert is_fast(prompts) is (capability == 90 and prompts_fast(config)), config
-        assert is_fast(prompts) is tile.persistent, config
+            assert prompts.is_fast is (capability == 90 and prompts_fast(config)), config
+        assert prompts.is_fast is tile.persistent, config
 
 
 SLOWER_96 = "head_dim 96: the fast kernel is slower for some batches on NVIDIA H100"
@@ -113,10 +126,12 @@ MANY = {"head_dim": 80, "head_dim_v": 64, "dtype": torch.float32, "execution": "
         (MANY, (FLOAT32, DIM_80, VALUES, STREAMS), (FLOAT32, PROMPTS_80, VALUES)),
     ],
 )
-def test_what_they_say(changes: dict[str, Any], decodes: tuple[str, ...], prompts: tuple[str, ...]) -> None:
+def test_what_the_hopper_kernels_say(
+    changes: dict[str, Any], decodes: tuple[str, ...], prompts: tuple[str, ...]
+) -> None:
     config, card = attention_of(changes), make_card(model=H100)
-    assert choose(Work.DECODE, config, card).reasons == decodes
-    assert choose(Work.PREFILL, config, card).reasons == prompts
+    for work, name, said in ((Work.DECODE, hopper.DECODE, decodes), (Work.PREFILL, HOPPER_PREFILL, prompts)):
+        assert choose(work, config, card).passed_over.get(name, ()) == said
 
 
 def test_other_cards_get_a_fast_kernel_only_for_what_was_timed() -> None:
@@ -298,15 +313,35 @@ def test_a_new_kernel_is_one_row() -> None:
         choice = choose(Work.DECODE, config, card, TABLE)
         assert choice.passed_over[FakeBlackwell.NAME] == tuple(FakeBlackwell.refuses(config, card))
         assert choice.kernel is not TABLE[0] and not refusals(config, card, TABLE)
-    assert choose(Work.DECODE, plain, make_card(), TABLE).kernel is KERNELS[0], "the next one of the table"
+    hopper_choice = choose(Work.DECODE, plain, make_card(), TABLE)
+    assert hopper_choice.kernel is kernel_named(hopper.DECODE), "the next one of the table"
+    assert hopper_choice.is_fast and hopper_choice.reasons == (), "a kernel for another card is no reason"
+
+
+def test_a_new_kernel_for_merges_is_one_row() -> None:
+    """Every plan launches it, with its own tile."""
+    tile = MergeTile(heads=1, slices=1, sliced_up_to=0, warps=2, ctas_per_sm=3)
+    merge = Kernel("another merge", Work.MERGE, "no.such.module", lambda *_: [], lambda *_: (tile,))
+    kernels, card = kernels_of(attention_of({}), make_card(), (merge, *KERNELS)), make_card()
+    launch = LaunchOrder(kernels, card, streams=False).merge()
+    assert (launch.kernel, launch.num_ctas) == (merge.name, 3 * card.num_sms) and kernels.merge_tile is tile
+
+
+def test_a_plan_does_not_call_a_fast_kernel_portable_because_another_card_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trunkattn.gpu.attention.kernels_of", partial(kernels_of, table=TABLE))
+    tables = StepTables(np.array([[0]], np.int32), np.array([9], np.int32), np.array([0, 1], np.int32), UNLIMITED)
+    for head_dim in (128, 80):
+        stats = GpuBackend(attention_of({"head_dim": head_dim}), CPU, facts=H100_FACTS).plan(tables).stats()
+        assert ("portable" in stats.reason) is (head_dim == 80)
 
 
 def test_doctor_and_the_support_matrix_list_a_new_kernel() -> None:
     from benchmarks.page.support_matrix import is_decoded_fast
 
-    assert {each.decodes for each in kernels_on(B200)} == {
-        "portable: compute capability 10.0: the fast kernels are for 9.0"
-    }
+    why = "compute capability 10.0: the fast kernels are for 9.0"
+    assert all(each.decodes.startswith("portable: ") and why in each.decodes for each in kernels_on(B200))
     found = {each.attention: each.decodes for each in kernels_on(B200, TABLE)}
     assert found["Llama-3-8B, Mistral-7B, Qwen3-8B"] == "fast"
     assert found["Llama-3.2-1B"].startswith("portable: head_dim 64: expected 128")

@@ -69,15 +69,10 @@ def _kernels(name: str, config: AttentionConfig, card: Card, table: tuple[Kernel
         return KernelsOf(name, refused, refused)
     kernels = kernels_of(config, card, table)
     decodes = _named(kernels.decode)
-    if is_fast(kernels.decode) and kernel_named(kernels.tiles[0].kernel, table).portable:
+    if kernels.decode.is_fast and kernel_named(kernels.tiles[0].kernel, table).portable:
         decodes += "; single requests portable, which is faster"
     return KernelsOf(name, decodes, _named(kernels.prefill or kernels.decode))
 
 
-def is_fast(choice: Choice) -> bool:
-    """Whether a kernel was chosen that is made for the card."""
-    return choice.kernel is not None and not choice.kernel.portable
-
-
 def _named(choice: Choice) -> str:
-    return "fast" if is_fast(choice) else ": ".join(["portable", *([", ".join(choice.reasons)] * bool(choice.reasons))])
+    return "fast" if choice.is_fast else ": ".join(["portable", *([", ".join(choice.reasons)] * bool(choice.reasons))])

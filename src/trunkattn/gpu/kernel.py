@@ -216,24 +216,32 @@ class Choice(NamedTuple):
     passed_over: Mapping[str, tuple[str, ...]]
 
     @property
+    def is_fast(self) -> bool:
+        """Whether a kernel was chosen that is no portable one."""
+        return self.kernel is not None and not self.kernel.portable
+
+    @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the kernels before the chosen one refuse, each reason once."""
+        """Why only a portable kernel computes it, or none: what each kernel before it said, each reason once. Empty if
+        a fast kernel was chosen, whatever those for other cards said."""
+        if self.is_fast:
+            return ()
         return tuple(dict.fromkeys(reason for reasons in self.passed_over.values() for reason in reasons))
 
 
-def choose(work: Work, config: Any, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Choice:
+def choose(work: Work, config: Any, card: Card, table: tuple[Kernel, ...] = KERNELS) -> Choice:
     """The first kernel of the table that does not refuse some work of a configuration on a card.
 
     Args:
         work: the work. `DECODE` and `LATENT` are equivalent: the configuration tells whether its cache is latent.
         config: an `AttentionConfig`, in training a `TrainingConfig`.
         card: the card.
-        kernels: the table.
+        table: the kernels, in the order in which they are asked.
     """
     passed_over: dict[str, tuple[str, ...]] = {}
     if work in (Work.DECODE, Work.LATENT):
         work = Work.DECODE if config.latent_dim is None else Work.LATENT
-    for kernel in (each for each in kernels if each.work is work):
+    for kernel in (each for each in table if each.work is work):
         reasons = kernel.refuses(config, card)
         if not reasons:
             return Choice(kernel, passed_over)
@@ -247,9 +255,9 @@ def all_that_compute(work: Work, config: Any, card: Card) -> list[Kernel]:
     return [kernel for kernel in KERNELS if kernel.work is work and not kernel.refuses(config, card)]
 
 
-def kernel_named(name: str, kernels: tuple[Kernel, ...] = KERNELS) -> Kernel:
+def kernel_named(name: str, table: tuple[Kernel, ...] = KERNELS) -> Kernel:
     """The kernel with this name, which launches and tiles carry."""
-    return next(kernel for kernel in kernels if kernel.name == name)
+    return next(kernel for kernel in table if kernel.name == name)
 
 
 def portable_kernel(work: Work) -> Kernel:
@@ -267,7 +275,8 @@ class Kernels:
         both: the kernel that computes prompt chunks and decodes at once; None if they need two launches.
         tiles: the tiles of decodes. A tile names its kernel, which may differ from `decode`.
         prefill_tile: the tile of prompt chunks; None if `prefill` is.
-        merge_tile: the tile of merges.
+        merge: the kernel for the partial results that no other kernel merges.
+        merge_tile: its tile.
     """
 
     decode: Choice
@@ -275,33 +284,35 @@ class Kernels:
     both: Kernel | None
     tiles: tuple[GpuTile, ...]
     prefill_tile: PrefillTile | None
+    merge: Kernel
     merge_tile: MergeTile
 
 
-def kernels_of(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> Kernels:
+def kernels_of(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> Kernels:
     """The kernels of an attention on a card.
 
     Raises:
         ValueError: no kernel computes some work of it; the message has every reason. A missing kernel for prompt chunks
             and decodes at once is no error, because two launches do the same.
     """
-    if reasons := refusals(replace(config, execution="auto"), card, kernels):
+    if reasons := refusals(replace(config, execution="auto"), card, table):
         raise ValueError("; ".join(reasons))
-    decode, merge = (choose(work, config, card, kernels) for work in (Work.DECODE, Work.MERGE))
+    decode, merge = choose(Work.DECODE, config, card, table), choose(Work.MERGE, config, card, table).kernel
     prefill = both = prefill_tile = None
     if _has_prefill(config):
-        prefill = choose(Work.PREFILL, config, card, kernels)
-        both = choose(Work.BOTH, config, card, kernels).kernel
+        prefill = choose(Work.PREFILL, config, card, table)
+        both = choose(Work.BOTH, config, card, table).kernel
         assert prefill.kernel
         (prefill_tile,) = prefill.kernel.tiles(config, card)
-    assert decode.kernel and merge.kernel
-    (merge_tile,) = merge.kernel.tiles(config, card)
+    assert decode.kernel and merge
+    (merge_tile,) = merge.tiles(config, card)
     return Kernels(
         decode=decode,
         prefill=prefill,
         both=both,
         tiles=decode.kernel.tiles(config, card),
         prefill_tile=prefill_tile,
+        merge=merge,
         merge_tile=merge_tile,
     )
 
@@ -311,7 +322,7 @@ def _has_prefill(config: AttentionConfig) -> bool:
     return not config.batch_invariant and config.latent_dim is None
 
 
-def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = KERNELS) -> list[str]:
+def refusals(config: AttentionConfig, card: Card, table: tuple[Kernel, ...] = KERNELS) -> list[str]:
     """Why an attention cannot run on a card; empty if it can. For each work that all kernels refuse, the reasons are
     those of the last one, which refuses least."""
     if config.logits_soft_cap is not None and config.logits_soft_cap > MAX_GPU_SOFT_CAP:
@@ -320,7 +331,7 @@ def refusals(config: AttentionConfig, card: Card, kernels: tuple[Kernel, ...] = 
     works += [Work.BOTH] if config.execution == "overlapped" else []
     reasons = list[str]()
     for work in works:
-        choice = choose(work, config, card, kernels)
+        choice = choose(work, config, card, table)
         if choice.kernel is None:
             last = list(choice.passed_over.values())[-1] if choice.passed_over else (f"nothing computes {work.value}",)
             if work is Work.BOTH:

@@ -96,7 +96,7 @@ class LaunchOrder:
     def merge(self, num_tasks: int | None = None) -> Launch:
         """The launch of the merges that no item does. num_tasks: number of merge tasks; None: unknown."""
         most = self._card.num_sms * self._kernels.merge_tile.ctas_per_sm
-        return Launch("portable merge", Work.MERGE, most if num_tasks is None else min(num_tasks, most))
+        return Launch(self._kernels.merge.name, Work.MERGE, most if num_tasks is None else min(num_tasks, most))
 
     def chunks(self, num_ctas: int, overlapped: bool) -> Launch:
         """The launch of prompt chunks. num_ctas: size of its grid, unless decodes overlap."""
