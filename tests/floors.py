@@ -50,9 +50,7 @@ GPU_FLOORS = MappingProxyType(
         "workspace": 0,
         "planner_compilation": 1,
         "bound": 1,
-        "portable/spec": 1,
-        "mla/spec": 1,
-        "hopper/spec": 2,
+        "portable/spec": 1,  # its tiles serve other kernels, too
         "kernel": 3,
         "launch_order": 4,
         "arrays": 5,
@@ -60,7 +58,6 @@ GPU_FLOORS = MappingProxyType(
         "hopper": 6,
         "overlap": 6,
         "chunk_planner": 6,
-        "mla": 7,  # reads the work list as the other two do
         "launch": 7,
         "step_choice": 7,
         "device_planner": 8,
@@ -70,6 +67,8 @@ GPU_FLOORS = MappingProxyType(
         "compile_planner": 11,  # a program: nothing imports it
     }
 )
+# The floors of every other folder of gpu/ with kernels, which is one with a spec: a new one needs no row.
+SPEC_FLOOR, KERNEL_FLOOR = 2, 7
 # The floors inside other large folders: of their files, and of the folders in them.
 ENGINE_FLOORS = MappingProxyType(
     {

@@ -5,12 +5,13 @@ Imports count wherever they stand: at the top, inside a function, under `TYPE_CH
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.floors import FLOORS, INNER_FLOORS, TOP_FLOOR
+from tests.floors import FLOORS, INNER_FLOORS, KERNEL_FLOOR, SPEC_FLOOR, TOP_FLOOR
 
 SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
@@ -25,9 +26,7 @@ NEVER_IMPORTS = (
     ("gpu/cards", "triton"),
     ("gpu/tiles", "triton"),
     ("gpu/kernel", "triton"),
-    ("gpu/portable/spec", "triton"),
-    ("gpu/hopper/spec", "triton"),
-    ("gpu/mla/spec", "triton"),
+    ("gpu/*/spec", "triton"),
     ("training/spec", "triton"),
     ("dtypes", "numba"),
     ("training", "numba"),
@@ -116,7 +115,7 @@ def floor_violations(path: PurePosixPath, source: str) -> list[str]:
         found += [
             f"{path}:{line}: {place} never imports {top}"
             for place, forbidden in NEVER_IMPORTS
-            if forbidden == top and PurePosixPath(place) in (module, *module.parents)
+            if forbidden == top and any(fnmatchcase(str(part), place) for part in (module, *module.parents))
         ]
     return found
 
@@ -132,9 +131,17 @@ def test_every_module_imports_only_from_lower_floors() -> None:
     assert not found, "\n".join(found)
 
 
+def kernel_floors(modules: Iterable[str]) -> dict[str, int]:
+    """The floors of folders of gpu/ that have a spec, and of the specs."""
+    inside = [module.removeprefix(f"{ROOT}.gpu.").replace(".", "/") for module in modules]
+    specs = [path for path in inside if fnmatchcase(path, "*/spec") and path.count("/") == 1]
+    return dict.fromkeys(specs, SPEC_FLOOR) | {path.removesuffix("/spec"): KERNEL_FLOOR for path in specs}
+
+
 def inner_violations(folder: str, files: dict[str, str]) -> list[str]:
     """Imports inside a folder of INNER_FLOORS that do not go down, or to the own entry of it."""
-    floors, prefix, found = INNER_FLOORS[folder], f"{ROOT}.{folder}.", []
+    prefix, found = f"{ROOT}.{folder}.", list[str]()
+    floors = (kernel_floors(files) if folder == "gpu" else {}) | dict(INNER_FLOORS[folder])
     for module, targets in sorted(import_graph(files).items()):
         inside = module.removeprefix(prefix)
         own = entry_of(inside.split("."), floors)
@@ -169,10 +176,18 @@ def test_imports_inside_a_folder_go_down(folder: str) -> None:
         ("arrays", "def f():\n    from trunkattn.gpu import attention", False),
         ("hopper.spec", "from .common import pdl_wait", False),
         ("blackwell", "import torch", False),
+        ("blackwell.spec", "from trunkattn.gpu.portable.spec import WIDE", True),
+        ("blackwell.spec", "from trunkattn.gpu.kernel import KERNELS", False),
+        ("blackwell.decode", "from trunkattn.gpu.hopper.common import pdl_wait", True),
+        ("blackwell.decode", "from trunkattn.gpu.attention import make", False),
+        ("kernel", "from trunkattn.gpu.blackwell import spec", True),
+        ("kernel", "from trunkattn.gpu.blackwell.decode import bind", False),
     ],
 )
 def test_an_arrow_up_inside_gpu_is_found(module: str, source: str, is_allowed: bool) -> None:
     names = ("kernel", "attention", "hopper", "hopper.spec", "hopper.common", "hopper.decode", "portable.spec")
+    if module != "blackwell":
+        names += ("blackwell.spec", "blackwell.decode")  # a folder in no table
     files = dict.fromkeys([f"{ROOT}.gpu.{name}" for name in names], "") | {f"{ROOT}.gpu.{module}": source}
     assert (inner_violations("gpu", files) == []) is is_allowed
 
