@@ -62,7 +62,7 @@ GPU_FLOORS = MappingProxyType(
         "step_choice": 7,
         "device_planner": 8,
         "step": 8,
-        "steps": 9,
+        "step_planners": 9,
         "attention": 10,
         "compile_planner": 11,  # a program: nothing imports it
     }

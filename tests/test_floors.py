@@ -368,7 +368,7 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("analysis/trees.py", "import numpy as np\nfrom trunkattn.analysis.batch import PagedBatch"),
         (
             "analysis/pricing/prices.py",
-            "from trunkattn.gpu.steps import make_rule\nfrom trunkattn.kv_cache import manager",
+            "from trunkattn.gpu.step_planners import make_rule\nfrom trunkattn.kv_cache import x",
         ),
         ("__init__.py", "from trunkattn.attention import BatchAttention\nfrom .engine import LLM"),
         ("__main__.py", "from trunkattn.cli import main"),

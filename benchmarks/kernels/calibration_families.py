@@ -20,7 +20,7 @@ from trunkattn.gpu.cards import Card, GpuFacts, card_of
 from trunkattn.gpu.hopper.spec import Source, source_of
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.mla.spec import head_groups
-from trunkattn.gpu.steps import make_rule
+from trunkattn.gpu.step_planners import make_rule
 from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.prefix_forest import Forest, build_forest

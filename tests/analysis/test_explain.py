@@ -25,7 +25,7 @@ from trunkattn.gpu.cards import card_named
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.mla import spec as mla
 from trunkattn.gpu.step_choice import StepChoice
-from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
 

@@ -20,13 +20,14 @@ from trunkattn.gpu.cards import H200, Card, GpuFacts, OverlapTimes, Speeds, card
 from trunkattn.gpu.kernel import Work, kernels_of
 from trunkattn.gpu.overlap import Overlap, overlap_candidates
 from trunkattn.gpu.portable import decode, prefill
-from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling
 from trunkattn.planner.tiles.overlap import ChunkTimes
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import fraction
+from ..planner.tile_cases import items_to_overlap
 from .kernel_cases import CPU, make_card
 from .test_backend import caches, card, expected, plan, run
 
@@ -251,7 +252,7 @@ def test_all_items_or_whole_rounds_are_overlapped(hopper: None, segments: list[i
     overlap = make_overlap_of_eight_heads()
     segments.sort(reverse=True)
     blocks = [-(-count // 4) for count in segments]
-    found = overlap.choose(listed(segments), ChunkTimes(chunk_us * 1000, 0))
+    found = items_to_overlap(overlap, listed(segments), ChunkTimes(chunk_us * 1000, 0))
     every = co_scheduled_ns(blocks, chunk_us)
     assert found.total_ns <= every + 3
     if found.items == len(segments):
@@ -264,18 +265,21 @@ def test_all_items_or_whole_rounds_are_overlapped(hopper: None, segments: list[i
 
 def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> None:
     overlap = make_overlap_of_eight_heads()
-    assert overlap.choose(listed([64] * 10), ChunkTimes(10**7, 0)).items == 10
+    assert items_to_overlap(overlap, listed([64] * 10), ChunkTimes(10**7, 0)).items == 10
     # 80 blocks on each multiprocessor, at half the speed for the 1250 ns of the chunks
-    assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)) == (10, 5000 + 80 * 1000 + 625)
+    assert items_to_overlap(overlap, listed([64] * 10), ChunkTimes(10**3, 0)) == (10, 5000 + 80 * 1000 + 625)
     # memory reads the chunks' keys in the meantime
-    assert overlap.choose(listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
+    assert items_to_overlap(overlap, listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
     tile = replace(overlap.rule.tiles[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     card_times = overlap.rule.card_times._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
     fast = replace(overlap, rule=replace(overlap.rule, tiles=(tile,), card_times=card_times))
-    assert fast.choose(listed([64] * 40), ChunkTimes(220_000, 0)) == (16, 276_200 + 16 * 100 + overlap.rule.launch_ns)
-    assert overlap.choose(replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
-        overlap.choose(listed([64] * 10), ChunkTimes(10**3, 0)).total_ns
+    assert items_to_overlap(fast, listed([64] * 40), ChunkTimes(220_000, 0)) == (
+        16,
+        276_200 + 16 * 100 + overlap.rule.launch_ns,
+    )
+    assert items_to_overlap(overlap, replace(listed([64] * 10), num_slots=3), ChunkTimes(10**3, 0)).total_ns == (
+        items_to_overlap(overlap, listed([64] * 10), ChunkTimes(10**3, 0)).total_ns
         + overlap.rule.launch_ns
         + 3 * overlap.rule.partial_bytes * 1000 // overlap.rule.bytes_per_us
     ), "a merge"
@@ -288,10 +292,13 @@ def test_low_items_are_computed_faster(hopper: None, queries: int, decode_percen
     overlap, tiles = replace(make_overlap_of_eight_heads(), times=times), listed([64] * 10)
     tiles.items[:, 4] = queries
     decode_ns = 80 * 1000 + 10 * 8 * 700 // 16
-    assert overlap.choose(tiles, ChunkTimes(0, 0)) == (10, 5000 + decode_ns)
+    assert items_to_overlap(overlap, tiles, ChunkTimes(0, 0)) == (10, 5000 + decode_ns)
     chunk_ns = 1_000_000  # longer than the decodes that overlap it
     overlapped_ns = decode_ns * 100 // decode_percent
-    assert overlap.choose(tiles, ChunkTimes(chunk_ns, 0)) == (10, 5000 + chunk_ns + overlapped_ns * 20 // 100)
+    assert items_to_overlap(overlap, tiles, ChunkTimes(chunk_ns, 0)) == (
+        10,
+        5000 + chunk_ns + overlapped_ns * 20 // 100,
+    )
 
 
 def test_reading_what_chunks_see(hopper: None) -> None:

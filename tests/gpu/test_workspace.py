@@ -14,7 +14,7 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.device_planner.planner import DevicePlanner
 from trunkattn.gpu.kernel import kernels_of
-from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.layer_inputs import LayerInputs
 from trunkattn.numerics import MAX_INT32

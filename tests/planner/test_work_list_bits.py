@@ -1,7 +1,7 @@
 """The planner's bits: hashes of what it makes of 1,000 random steps, compared with those in `work_list_hashes.json`.
 
 A rewrite must not change a plan by accident. A change that means to change plans writes the hashes anew:
-`PYTHONPATH=src python tests/planner/test_work_list_bits.py --write`.
+`PYTHONPATH=src python -m tests.planner.test_work_list_bits --write`.
 """
 
 import json
@@ -30,6 +30,8 @@ from trunkattn.planner.tiles.candidates import tile_limits
 from trunkattn.planner.tiles.overlap import ChunkTimes
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import ChunkList, TileList, WorkList
+
+from .tile_cases import items_to_overlap
 
 FILE: Final = Path(__file__).with_name("work_list_hashes.json")
 NUM_STEPS: Final = 1000
@@ -90,7 +92,7 @@ class Gpu:
         self.attention = GpuBackend(config, torch.device("cpu"), self.capacity, facts=facts)
         planner = self.attention._planner
         self.rule, self.chunks, self.overlap = planner.rule, self.attention._chunks, planner.overlap
-        self.forests = planner._setting.forests
+        self.forests = planner.forests
         self.batch = StepTables(step.block_table, step.seq_lens, step.query_start_loc, step.window)
         self.step = TiledStep(self.rule, self.forests.forest(self.batch)[0], self.batch)
         self.times = self.step.predict()
@@ -172,7 +174,7 @@ def overlapped(step: Step, gpu: Gpu) -> tuple:
     tilings, group_size = gpu.rule.priced.tilings, gpu.rule.group_size
     numbers = overlap_candidates(tilings, range(len(tilings)), gpu.times.tolist(), group_size)
     chunks = ChunkTimes(step.chunk_ns, step.reads_ns)
-    found = tuple(tuple(gpu.overlap.choose(gpu.tiles(number), chunks)) for number in numbers)
+    found = tuple(tuple(items_to_overlap(gpu.overlap, gpu.tiles(number), chunks)) for number in numbers)
     return found, tuple(gpu.overlap.is_worth(percent * 1000 - 1, 100_000) for percent in range(90, 102))
 
 

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from benchmarks.workloads import parse_tree, random_forest, tree_batch
 from trunkattn.gpu.cards import H200
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
+from trunkattn.gpu.overlap import Overlap
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
+from trunkattn.planner.tiles.overlap import ChunkTimes, Overlapped, choose_overlap
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
@@ -107,6 +109,16 @@ def arrays(batch: StepTables) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def tiled(rule: TilingRule, batch: StepTables, limits: TileLimits | None = None) -> TiledStep:
     return TiledStep(rule, forest_of(batch, rule.page_size), batch, limits)
+
+
+def items_to_overlap(overlap: Overlap, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
+    """The items of a tile list, all of them in low tiles, that are to overlap chunks, by the formula that `TiledStep`
+    asks for each candidate."""
+    items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
+    index, stage = overlap.leftover
+    return Overlapped(
+        *choose_overlap(items, tiles.num_slots, chunks, overlap.costs, stage, index, overlap.rule.priced.costs)
+    )
 
 
 def predicted(rule: TilingRule, batch: StepTables) -> dict[Tiling, int]:

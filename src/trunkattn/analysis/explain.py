@@ -13,7 +13,7 @@ from trunkattn.config import AttentionConfig
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.step import tile_stats, with_reasons
 from trunkattn.gpu.step_choice import StepChoice
-from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.names import POLICIES
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest

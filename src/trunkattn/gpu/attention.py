@@ -22,7 +22,7 @@ from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.mla.spec import head_groups
 from trunkattn.gpu.step import GpuStep, HostTiles
-from trunkattn.gpu.steps import make_step_planner
+from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.layer_inputs import LayerInputs
 from trunkattn.numerics import GPU_OFFSET_END

@@ -71,7 +71,7 @@ class _Streams:
 
 def _bind(plan: GpuPlan, t: Tensors, return_lse: bool) -> Run:
     """Binds the launches of a plan for layers with the same key as `t`."""
-    launches = [each for launch in plan.launches for each in _readable(plan, t, launch)]
+    launches = [each for launch in plan.launches for each in _launches_for(plan, t, launch)]
     if plan.streams and t.q.is_cuda:  # the interpreter has no streams
         independent = [launch for launch in launches if _waits_for_nothing(plan, launch)]
         dependent = [launch for launch in launches if launch not in independent]
@@ -100,7 +100,7 @@ def _bound(plan: GpuPlan, t: Tensors, launch: Launch, options: LaunchOptions) ->
     return source.bind(plan, t, launch, options)
 
 
-def _readable(plan: GpuPlan, t: Tensors, launch: Launch) -> list[Launch]:
+def _launches_for(plan: GpuPlan, t: Tensors, launch: Launch) -> list[Launch]:
     """The launch itself, or launches of portable kernels for the same work if its kernel cannot read the layer."""
     kernel = kernel_named(launch.kernel)
     reasons = kernel.refuses_layer(t, plan.geometry)

@@ -22,7 +22,6 @@ class Geometry:
     masked: bool  # queries of one sequence may see different tokens, so positions are compared
     soft_cap: float | None
     sinks: bool
-    batch_invariant: bool = False
 
     @property
     def group_size(self) -> int:

@@ -16,11 +16,9 @@ from trunkattn.planner.tiles.overlap import (
     ChunkWork,
     OverlapCosts,
     Overlapped,
-    choose_overlap,
     chunk_work,
 )
 from trunkattn.planner.tiles.step import TiledStep
-from trunkattn.planner.work_list import TileList
 
 # Prompt chunks that take less time are not overlapped: decodes gain more from a free choice of tiles.
 _CHUNKS_WORTH_NS: Final = 20_000
@@ -115,14 +113,6 @@ class Overlap:
     def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[int, Overlapped]:
         """The candidate (among `numbers`, all single-height low tilings) whose step ends first."""
         return step.overlap(numbers, chunks, self.costs, self.leftover)
-
-    def choose(self, tiles: TileList, chunks: ChunkTimes) -> Overlapped:
-        """The items to co-schedule from a tile list that has only low tiles."""
-        items = tiles.items[: tiles.counts[1] - tiles.counts[0]]
-        tile_index, stage = self.leftover
-        return Overlapped(
-            *choose_overlap(items, tiles.num_slots, chunks, self.costs, stage, tile_index, self.rule.priced.costs)
-        )
 
 
 def overlap_candidates(

@@ -19,7 +19,7 @@ from trunkattn.analysis.settings import KV_CACHE_DTYPES
 from trunkattn.config import AttentionConfig
 from trunkattn.gpu.cards import Card, EngineTimes
 from trunkattn.gpu.kernel import Kernel, kernels_of
-from trunkattn.gpu.steps import make_rule
+from trunkattn.gpu.step_planners import make_rule
 from trunkattn.gpu.tiles import gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables

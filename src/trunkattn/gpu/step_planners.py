@@ -1,10 +1,11 @@
-"""The ways to plan the rows of tiles of a step: tilings, packs, or batch-invariant spans, with one interface.
+"""The planners of a step's rows of tiles, with one interface: tilings, packs, or batch-invariant spans.
 
 Each is a planner on the host. Two of them have a twin that plans on the device (`device_planner`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -29,38 +30,9 @@ from trunkattn.planner.work_list import PACK_SPAN_TOKENS, TileLimits
 _FUSE_UP_TO: Final = 8  # the most partials that an item merges; more are spread over the merge kernel's CTAs
 
 
-class StepPlanner(Protocol):
-    """Plans the requests of a step that are rows of tiles.
-
-    Attributes:
-        rule: the tiles that it may choose from.
-        limits: upper bounds of every tile list within the capacity; None if there is no capacity.
-        overlap: the predictor for the kernel that computes prompt chunks and decodes at once; None if none is used.
-        on_device: the planner's twin on the device; None if there is none, or no capacity.
-    """
-
-    @property
-    def rule(self) -> TilingRule: ...
-
-    @property
-    def limits(self) -> TileLimits | None: ...
-
-    @property
-    def overlap(self) -> Overlap | None: ...
-
-    @property
-    def on_device(self) -> OnDevice | None: ...
-
-    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
-        """Plans a batch. chunks: the prompt chunks of the step; None: there are none."""
-
-    def forget(self) -> None:
-        """Forgets the last batch, because the next one may not be the step after it."""
-
-
 @dataclass(frozen=True)
 class _Setting:
-    """What all step planners have in common. forests: the planner that makes prefix forests and packs."""
+    """What step planners are made for. forests: the planner that makes prefix forests and packs."""
 
     config: AttentionConfig
     card: Card
@@ -69,87 +41,98 @@ class _Setting:
     forests: Planner
     rule: TilingRule
 
-    def forest(self, batch: StepTables) -> tuple[Forest, StepTables]:
+
+class StepPlanner(ABC):
+    """Plans the requests of a step that are rows of tiles.
+
+    Attributes:
+        rule: the tiles that it may choose from.
+        forests: the planner that makes prefix forests and packs.
+        limits: upper bounds of every tile list within the capacity; None if there is no capacity.
+        overlap: the predictor for the kernel that computes prompt chunks and decodes at once; None if none is used.
+        on_device: the planner's twin on the device; None if there is none, or no capacity.
+    """
+
+    def __init__(self, setting: _Setting, limits: TileLimits | None) -> None:
+        self.rule, self.forests, self.limits = setting.rule, setting.forests, limits
+        self.overlap: Overlap | None = None
+        self.on_device: OnDevice | None = None
+
+    @abstractmethod
+    def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
+        """Plans a batch. chunks: the prompt chunks of the step; None: there are none."""
+
+    def forget(self) -> None:
+        """Forgets the last batch, because the next one may not be the step after it."""
+        self.forests.forget()
+
+    def _forest(self, batch: StepTables) -> tuple[Forest, StepTables]:
         """The prefix forest of a batch, and the batch with the block table that the forest was made of."""
         forest, table = self.forests.forest(batch)
-        return forest, StepTables(table, batch.seq_lens, batch.query_start_loc, batch.window)
-
-    def twin(self, limits: TileLimits | None) -> OnDevice | None:
-        """The planner's twin on the device; None without a capacity."""
-        if self.capacity is None or limits is None:
-            return None
-        return OnDevice(self.rule, self.capacity, limits, self.card, self.device)
+        return forest, replace(batch, block_table=table)
 
 
-class TilePlanner:
+class TilePlanner(StepPlanner):
     """Tilings of the prefix forest: the candidate of least predicted time."""
 
     def __init__(self, setting: _Setting, overlap: Overlap | None, has_chunks: bool) -> None:
         """Makes a planner. has_chunks: prompt chunks have their own kernel and use the partial slots that tiles
         leave."""
-        self.rule, self.overlap, self._setting = setting.rule, overlap, setting
         limits_of = tile_limits if has_chunks else tiling_limits
-        self.limits = limits_of(setting.rule, setting.capacity) if setting.capacity else None
-        self.on_device = setting.twin(self.limits)
+        super().__init__(setting, limits_of(setting.rule, setting.capacity) if setting.capacity else None)
+        self.overlap, self.on_device = overlap, _twin(setting, self.limits)
+        self._card = setting.card.description
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        forest, batch = self._setting.forest(batch)
+        forest, batch = self._forest(batch)
         step = TiledStep(self.rule, forest, batch, self.limits)
-        choice = choose_step(step, self._setting.card.description, self.overlap, chunks)
+        choice = choose_step(step, self._card, self.overlap, chunks)
         return HostTiles(batch, step.emit(choice.tiling), choice)
 
-    def forget(self) -> None:
-        """Forgets the last batch."""
-        self._setting.forests.forget()
 
-
-class InvariantPlanner:
-    """Spans of sequences that no batch changes: a request is cut alike in any batch."""
-
-    overlap = None
+class SpanPlanner(StepPlanner):
+    """Spans of sequences that no batch changes: a request is cut alike in any batch (batch invariance)."""
 
     def __init__(self, setting: _Setting) -> None:
-        self.rule, self._setting, self.limits = setting.rule, setting, None
+        limits = None
         if setting.capacity:
             tokens = setting.capacity.max_pages_per_request * setting.config.page_size
-            self.limits = invariant_limits(setting.capacity.max_query_tokens, tokens, setting.rule.segment_size)
-        self.on_device = setting.twin(self.limits)
+            limits = invariant_limits(setting.capacity.max_query_tokens, tokens, setting.rule.segment_size)
+        super().__init__(setting, limits)
+        self.on_device = _twin(setting, limits)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        forest, batch = self._setting.forest(batch)
+        forest, batch = self._forest(batch)
         return HostTiles(batch, invariant_list(self.rule, forest, batch), BATCH_INVARIANT)
 
-    def forget(self) -> None:
-        """Forgets the last batch."""
-        self._setting.forests.forget()
 
-
-class PackPlanner:
-    """Packs of one of the packing policies: an item of a pack in the lowest tile that holds it."""
-
-    overlap = None
-    on_device = None
+class PackPlanner(StepPlanner):
+    """Packs of one of the packing policies: an item of a pack in the lowest tile that holds it. It has no twin on the
+    device."""
 
     def __init__(self, setting: _Setting) -> None:
-        self.rule, self._setting, self.limits = setting.rule, setting, None
-        config, capacity = setting.config, setting.capacity
+        config, capacity, limits = setting.config, setting.capacity, None
         if capacity:
             tokens = capacity.max_pages_per_request * config.page_size
             num_partials = -(-tokens // PACK_SPAN_TOKENS) + 1 if config.batch_invariant else 0
-            self.limits = tile_limits(setting.rule, capacity, num_partials)
+            limits = tile_limits(setting.rule, capacity, num_partials)
+        super().__init__(setting, limits)
 
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch; see StepPlanner."""
-        planned = self._setting.forests.plan(batch)
-        batch = StepTables(planned.batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window)
+        planned = self.forests.plan(batch)
+        batch = replace(batch, block_table=planned.batch.block_table)
         tile_list = tile_work(self.rule, planned.work, batch, planned.spec.rule.fixed_chunk)
         return HostTiles(batch, tile_list, PackingChoice(planned.policy, planned.reason))
 
-    def forget(self) -> None:
-        """Forgets the last batch."""
-        self._setting.forests.forget()
+
+def _twin(setting: _Setting, limits: TileLimits | None) -> OnDevice | None:
+    """The planner on the device that makes the same lists; None without a capacity."""
+    if setting.capacity is None or limits is None:
+        return None
+    return OnDevice(setting.rule, setting.capacity, limits, setting.card, setting.device)
 
 
 def make_step_planner(
@@ -166,7 +149,7 @@ def make_step_planner(
     setting = _Setting(config=config, card=card, device=device, capacity=capacity, forests=forests, rule=rule)
     if is_tiled:
         return TilePlanner(setting, make_overlap(config, kernels, card, rule), has_chunks=kernels.prefill is not None)
-    return InvariantPlanner(setting) if has_spans else PackPlanner(setting)
+    return SpanPlanner(setting) if has_spans else PackPlanner(setting)
 
 
 def make_rule(
