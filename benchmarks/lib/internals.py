@@ -13,6 +13,7 @@ from trunkattn import BatchAttention, Plan, PrefixTree
 from trunkattn.gpu.arrays import Arrays
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.chunk_planner import ChunkPlanner
+from trunkattn.gpu.hopper import spec as hopper
 from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_kernel
 from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.planner.work_list import UNLIMITED
@@ -38,7 +39,7 @@ def execution_of(plan: Plan) -> str:
 def take_prefill_tile(attention: BatchAttention, tile: PrefillTile) -> None:
     """Makes an attention on a GPU compute prompt chunks in a tile, and by the kernel whose tile it is."""
     backend, card = backend_of(attention), card_at(attention.device)
-    kernel = kernel_named("Hopper prefill") if tile.persistent else portable_kernel(Work.PREFILL)
+    kernel = kernel_named(hopper.PREFILL) if tile.persistent else portable_kernel(Work.PREFILL)
     kernels = replace(backend._kernels, prefill=Choice(kernel, {}), both=None, prefill_tile=tile)
     backend._kernels, backend._planner.overlap = kernels, None
     backend._arrays = Arrays(kernels, card, attention.device)

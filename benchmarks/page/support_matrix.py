@@ -174,7 +174,7 @@ def models() -> str:
     found = []
     for name, change in MODELS.items():
         config = attention_of(change)
-        group = config.num_qo_heads // config.num_kv_heads
+        group = config.group_size
         extra = [", soft cap"] * (config.logits_soft_cap is not None) + [", sinks"] * config.sinks
         width, heads = f"head_dim {config.head_dim}", f"query head{'s' * (group > 1)} per KV head"
         if config.latent_dim is not None:

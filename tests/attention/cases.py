@@ -78,7 +78,7 @@ class Step:
         q, keys, values = self.scaled(dtype)
         out = torch.zeros(len(q), self.config.num_qo_heads, self.config.value_dim, dtype=dtype)
         lse = torch.zeros(len(q), self.config.num_qo_heads, dtype=dtype)
-        group = self.config.num_qo_heads // self.config.num_kv_heads
+        group = self.config.group_size
         starts = self.batch.query_start_loc.tolist()
         for row, length in enumerate(self.batch.seq_lens.tolist()):
             begin, end = starts[row : row + 2]

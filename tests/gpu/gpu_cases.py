@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -10,14 +10,13 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 import numpy as np
 import torch
 
-from trunkattn import AttentionConfig
 from trunkattn.gpu.arrays import Lists
-from trunkattn.gpu.cards import H200, HOPPER
+from trunkattn.gpu.cards import HOPPER
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.portable.spec import without_subtiles
-from trunkattn.gpu.tiles import GpuTile, PrefillTile, gpu_device, prefill_device, tile_config
+from trunkattn.gpu.tiles import GpuTile, PrefillTile, gpu_device, prefill_device
 from trunkattn.planner.check import check_plan, check_tiles
 from trunkattn.planner.device import DeviceModel
 from trunkattn.planner.packs.cost import cost_model
@@ -30,6 +29,7 @@ from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import Step
+from ..planner.tile_cases import make_rule
 from .guarded_loads import guarded_loads
 from .kernel_cases import make_card, plan_with
 
@@ -38,31 +38,15 @@ NARROW = (2, 128)
 CACHES = {"16-bit": NARROW, "fp8": (1, 128), "wide": (2, 256)}  # bytes of an element, head_dim: which tiles are taken
 
 
-def make_rule(config: AttentionConfig, num_sms: int, tiles: tuple[GpuTile, ...], fuse_up_to: int = 8) -> TilingRule:
-    """Two CTAs of each tile on an SM."""
-    configs = (tile_config(replace(it, ctas_per_sm=2), num_sms) for it in tiles)
-    return TilingRule(
-        tiles=tuple(configs),
-        group_size=config.num_qo_heads // config.num_kv_heads,
-        num_kv_heads=config.num_kv_heads,
-        page_size=config.page_size,
-        card_times=H200.times._replace(bytes_per_us=4_540_000, launch_ns=2340),
-        head_bytes=512,
-        partial_bytes=1024 * config.num_qo_heads,
-        fuse_up_to=fuse_up_to,
-        l2_bytes=50 << 20,
-    )
-
-
 # As many as any group that fits the lowest tile has, of any cache.
-TILINGS = range(len(candidates(make_rule(AttentionConfig(1, 1, 16, 16, torch.float32), 1, decode_tiles(*NARROW, 1)))))
+TILINGS = range(len(candidates(make_rule(1, 16, 1, shapes=decode_tiles(*NARROW, 1)))))
 
 
 @dataclass(frozen=True)
 class Interpreted:
     """A step on an imagined device with this number of multiprocessors.
 
-    candidate: a tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as the executor
+    candidate: a tiling, by its number or name, or a packing policy. cache: whose tiles are taken, as a back end
     does for the step's group; those of a policy have no subtiles. prefill: requests with query tokens are prompt chunks
     if these have more rows than it says; None: none is. chunk_policy: how those are packed. capability: of the card.
     """
@@ -78,16 +62,15 @@ class Interpreted:
 
     @property
     def tiles(self) -> tuple[GpuTile, ...]:
-        config = self.step.config
-        group = config.num_qo_heads // config.num_kv_heads
-        tiles = decode_tiles(*self.cache, group, capability=self.capability)
+        tiles = decode_tiles(*self.cache, self.step.config.group_size, capability=self.capability)
         return without_subtiles(tiles) if self.candidate in POLICIES else tiles
 
     @property
     def rule(self) -> TilingRule:
-        """As the executor has it, items merge only if no other launch or program could come first."""
-        fuse_up_to = 8
-        return make_rule(self.step.config, self.num_sms, self.tiles, fuse_up_to)
+        config = self.step.config
+        return make_rule(
+            config.group_size, config.page_size, self.num_sms, shapes=self.tiles, num_kv_heads=config.num_kv_heads
+        )
 
     @property
     def batch(self) -> StepTables:
@@ -102,7 +85,7 @@ class Interpreted:
         if self.prefill is None:
             return None
         config = self.step.config
-        above = self.prefill.above_rows // (config.num_qo_heads // config.num_kv_heads)
+        above = self.prefill.above_rows // config.group_size
         return divide(self.batch, above, config.page_size)
 
     @cached_property

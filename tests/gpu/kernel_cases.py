@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H200, Card, CardModel, GpuFacts
+from trunkattn.gpu.hopper import spec as hopper
 from trunkattn.gpu.kernel import Choice, Kernels, Work, kernel_named, portable_kernel
 from trunkattn.gpu.layer import Geometry
 from trunkattn.gpu.portable.spec import merge_tile
@@ -18,7 +19,6 @@ from trunkattn.gpu.tiles import GpuTile, PrefillTile
 from trunkattn.planner.work_list import ChunkLimits, TileLimits, TileList
 
 CPU = torch.device("cpu")
-BOTH, HOPPER_PREFILL = "Hopper prefill and decode", "Hopper prefill"
 
 
 def make_card(num_sms: int = 132, capability: int = 90, model: CardModel = H200) -> Card:
@@ -32,11 +32,11 @@ def kernels_with(
     """The kernels that tiles name. both: prompt chunks and decodes share one."""
     prefill = portable_kernel(Work.PREFILL)
     if prefill_tile and prefill_tile.persistent:
-        prefill = kernel_named(HOPPER_PREFILL)
+        prefill = kernel_named(hopper.PREFILL)
     return Kernels(
         decode=Choice(kernel_named(tiles[-1].kernel), {}),
         prefill=Choice(prefill, {}) if prefill_tile else None,
-        both=kernel_named(BOTH) if both else None,
+        both=kernel_named(hopper.BOTH) if both else None,
         tiles=tuple(tiles),
         prefill_tile=prefill_tile,
         merge=portable_kernel(Work.MERGE),
@@ -80,6 +80,6 @@ def refilled(plan: GpuPlan, lists: Lists | tuple[TileList, NDArray[np.int32]]) -
 
 def overlap_always(backend: GpuBackend) -> None:
     """Decodes beside prompt chunks always share a launch with them, for which portable kernels stand in."""
-    kernels = replace(backend._kernels, both=kernel_named(BOTH))
+    kernels = replace(backend._kernels, both=kernel_named(hopper.BOTH))
     backend._kernels, backend._arrays = kernels, Arrays(kernels, backend._arrays._card, backend.device)
     backend._planner.overlap = SimpleNamespace(is_worth_for=lambda chunks, other: True)  # type: ignore[misc,assignment]

@@ -174,14 +174,12 @@ def test_the_ways_are_all_that_any_cache_has() -> None:
 
 @pytest.mark.parametrize("candidate", WAYS)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("num_sms", "execution"), [(1, "serial"), (8, "serial")])
-def test_every_tiling_is_as_accurate_as_plain_pytorch(
-    candidate: int | str, cache: str, num_sms: int, execution: str
-) -> None:
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_every_tiling_is_as_accurate_as_plain_pytorch(candidate: int | str, cache: str, num_sms: int) -> None:
     """20 requests with the same trunk, so that there are tall tiles; 8 multiprocessors cut them, 1 does not."""
     config = AttentionConfig(4, 1, 16, 16, torch.float32)
     batch = tree_batch(parse_tree("1,2,18_64,32,9"), 16, row_seed=0, page_seed=1)
-    case = Interpreted(random_step(0, config, batch), num_sms, candidate, CACHES[cache], execution)
+    case = Interpreted(random_step(0, config, batch), num_sms, candidate, CACHES[cache])
     case.step.assert_accurate(*case.run())
 
 

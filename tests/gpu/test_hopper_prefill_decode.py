@@ -19,7 +19,7 @@ from trunkattn.gpu.hopper.prefill_arguments import (
     PrefillDecodeConstants,
     prefill_decode_arguments,
 )
-from trunkattn.gpu.hopper.spec import BOTH_KEYS, BOTH_ROWS, refuses_both
+from trunkattn.gpu.hopper.spec import BOTH, BOTH_KEYS, BOTH_ROWS, refuses_both
 from trunkattn.gpu.hopper.spec import tiles_of as hopper_tiles
 from trunkattn.gpu.kernel import Work
 from trunkattn.gpu.launch import execute
@@ -30,7 +30,7 @@ from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.work_list import UNLIMITED, ChunkList, TileList
 
-from .kernel_cases import BOTH, plan_with, refilled
+from .kernel_cases import plan_with, refilled
 from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
 
 pytestmark = pytest.mark.slow

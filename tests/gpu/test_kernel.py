@@ -1,6 +1,7 @@
 """The table of kernels: which one computes an attention, in which tiles, why another does not, and what a plan says."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training.spec import TrainingConfig
 
-from .kernel_cases import CPU, HOPPER_PREFILL, make_card
+from .kernel_cases import CPU, make_card
 
 H100_FACTS = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 PCIE = card_of(GpuFacts("NVIDIA H100 PCIe", 114, 90, 50 << 20))
@@ -130,7 +131,7 @@ def test_what_the_hopper_kernels_say(
     changes: dict[str, Any], decodes: tuple[str, ...], prompts: tuple[str, ...]
 ) -> None:
     config, card = attention_of(changes), make_card(model=H100)
-    for work, name, said in ((Work.DECODE, hopper.DECODE, decodes), (Work.PREFILL, HOPPER_PREFILL, prompts)):
+    for work, name, said in ((Work.DECODE, hopper.DECODE, decodes), (Work.PREFILL, hopper.PREFILL, prompts)):
         assert choose(work, config, card).passed_over.get(name, ()) == said
 
 
@@ -255,13 +256,15 @@ def test_every_work_has_a_portable_kernel_but_those_that_are_two_at_once() -> No
 
 
 def test_every_kernel_has_its_source() -> None:
-    """Of an attention kernel `bind`; the training kernels have a function of their work's name."""
+    """Has what `Kernel.module` says: `bind` for attention, a function of the pass's name and `reads` for training."""
     source = Path(__file__).parents[2] / "src"
     for kernel in KERNELS:
         text = source.joinpath(*kernel.module.split(".")).with_suffix(".py").read_text()
         whole = dict.fromkeys((Work.TREE, Work.BATCH), "attend")
         name = ({Work.FORWARD: "forward", Work.BACKWARD: "backward"} | whole).get(kernel.work, "bind")
         assert f"\ndef {name}(" in text, kernel.name
+        if kernel.work in (Work.FORWARD, Work.BACKWARD) and not kernel.portable:
+            assert re.search(r"^def reads\(|\breads as reads\b", text, re.MULTILINE), kernel.name
 
 
 BOTH_BY_CUDNN = (

@@ -179,7 +179,7 @@ def overlapped(step: Step, gpu: Gpu) -> tuple:
 
 
 def whole_step(step: Step, gpu: Gpu) -> tuple:
-    """What the executor makes of the step, all of its choices together; or what it says if that does not fit."""
+    """What a back end makes of the step, all of its choices together; or what it says if that does not fit."""
     gpu.attention._planner.forget()
     try:
         planned = gpu.attention.plan(gpu.batch, None)

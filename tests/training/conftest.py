@@ -21,5 +21,5 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_bound() -> None:
     """Tests put stand-ins in the place of kernels and cards."""
-    for kept in (bound._slot, op._sources, _chosen):
+    for kept in (bound._holder, op._sources, _chosen):
         kept.cache_clear()

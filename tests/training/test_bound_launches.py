@@ -251,7 +251,7 @@ def test_an_eager_call_does_little(kind: str, kernels: dict[str, StandIn], monke
 def test_only_so_many_launches_are_kept() -> None:
     for number in range(3 * bound._MOST_KEPT):
         assert bound.kept(("test", number), lambda: "first") == "first"
-    assert bound._slot.cache_info().currsize == bound._MOST_KEPT
+    assert bound._holder.cache_info().currsize == bound._MOST_KEPT
     assert bound.kept(("test", 3 * bound._MOST_KEPT - 1), lambda: "second") == "first"
     assert bound.kept(("test", 0), lambda: "second") == "second", "it was forgotten"
 

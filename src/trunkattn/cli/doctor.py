@@ -16,7 +16,7 @@ import torch
 import trunkattn
 from trunkattn.cli.doctor_plugins import sglang_plugin, vllm_plugin
 from trunkattn.cli.doctor_report import Report, Way, plain_lines, print_report
-from trunkattn.cli.kernels import KernelsOf, kernels_on
+from trunkattn.cli.kernels import KernelsInWords, kernels_on
 from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, installed_version, missing_packages
 from trunkattn.cpu.microkernel import LANES
@@ -134,7 +134,7 @@ def gpu_kernels() -> Way:
     return _tried(name, "cuda", None)
 
 
-def kernels_here() -> tuple[KernelsOf, ...]:
+def kernels_here() -> tuple[KernelsInWords, ...]:
     """Which kernels compute common attentions on the first GPU."""
     device = torch.device("cuda", 0)
     return kernels_on(card_at(device))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trunkattn.cli.kernels import KernelsOf
+from trunkattn.cli.kernels import KernelsInWords
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ class Report:
     machine: Mapping[str, str]
     packages: Mapping[str, str | None]
     ways: tuple[Way, ...]
-    kernels: tuple[KernelsOf, ...]
+    kernels: tuple[KernelsInWords, ...]
     healthy: bool
 
 

@@ -44,7 +44,7 @@ EXAMPLES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class KernelsOf:
+class KernelsInWords:
     """The kernels of an attention for decodes and for prompt chunks, in words: "fast", or "portable" or "no" and
     why."""
 
@@ -58,20 +58,20 @@ def attention_of(changes: Mapping[str, Any]) -> AttentionConfig:
     return AttentionConfig(**{**LLAMA, **changes})
 
 
-def kernels_on(card: Card, table: tuple[Kernel, ...] = KERNELS) -> tuple[KernelsOf, ...]:
+def kernels_on(card: Card, table: tuple[Kernel, ...] = KERNELS) -> tuple[KernelsInWords, ...]:
     """The kernels of the models and options above on a card."""
     return tuple(_kernels(name, attention_of(changes), card, table) for name, changes in EXAMPLES.items())
 
 
-def _kernels(name: str, config: AttentionConfig, card: Card, table: tuple[Kernel, ...]) -> KernelsOf:
+def _kernels(name: str, config: AttentionConfig, card: Card, table: tuple[Kernel, ...]) -> KernelsInWords:
     if reasons := refusals(config, card, table):
         refused = f"no: {', '.join(reasons)}"
-        return KernelsOf(name, refused, refused)
+        return KernelsInWords(name, refused, refused)
     kernels = kernels_of(config, card, table)
     decodes = _named(kernels.decode)
     if kernels.decode.is_fast and kernel_named(kernels.tiles[0].kernel, table).portable:
         decodes += "; single requests portable, which is faster"
-    return KernelsOf(name, decodes, _named(kernels.prefill or kernels.decode))
+    return KernelsInWords(name, decodes, _named(kernels.prefill or kernels.decode))
 
 
 def _named(choice: Choice) -> str:

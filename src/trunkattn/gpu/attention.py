@@ -16,7 +16,7 @@ from trunkattn.config import AttentionConfig, Capacity
 from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.cards import GpuFacts, card_of, facts_of
 from trunkattn.gpu.chunk_planner import ChunkPlanner, no_room
-from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, tables_of
+from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, chunk_tables
 from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
@@ -133,8 +133,8 @@ class GpuBackend:
         positions = query_positions(batch.seq_lens, batch.query_start_loc)
         if limits is None:
             self._workspace.grow(whole.num_slots)
-        several = into is None and bool((np.diff(rest.query_start_loc) > 1).any())
-        geometry = into.geometry if into else self._geometry(batch.window, several)
+        several_queries = into is None and bool((np.diff(rest.query_start_loc) > 1).any())
+        geometry = into.geometry if into else self._geometry(batch.window, several_queries)
         placed = self._arrays.place(Lists(whole, positions, listed, choice.num_overlapped), geometry, into)
         planned = tiles.tables  # its lengths and starts may be arrays of the caller, so they are copied
         own = StepTables(planned.block_table, planned.seq_lens.copy(), planned.query_start_loc.copy(), planned.window)
@@ -186,24 +186,24 @@ class GpuBackend:
         overlap = self._planner.overlap
         if overlap is None or self._capacity is None or not self._capacity.max_chunk_tokens:
             return False
-        tables = tables_of(chunks, self.config.page_size, UNLIMITED)
+        tables = chunk_tables(chunks, self.config.page_size, UNLIMITED)
         return overlap.is_worth_for(tables, chunks.other_kv_tokens)
 
     def _list_chunks(self, chunks: PromptChunks, window: int) -> ListedChunks:
         assert self._chunks
-        tables = tables_of(chunks, self.config.page_size, window)
+        tables = chunk_tables(chunks, self.config.page_size, window)
         return ListedChunks(self._chunks.list_whole(tables), int(chunks.first_token), self.overlaps(chunks))
 
     def _reserve(self, window: int, with_chunks: bool = True) -> GpuPlan:
         """An empty plan for any batch within the capacity. with_chunks: with room for prompt chunks."""
         assert self._planner.limits and self._capacity
-        several = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
+        several_queries = (self._capacity.max_query_len or self._capacity.max_query_tokens) > 1
         chunk_limits = self._chunks.limits if self._chunks and with_chunks else None
         with _memory_for(self._capacity, self.device):
-            return self._arrays.reserve(self._planner.limits, self._geometry(window, several), chunk_limits)
+            return self._arrays.reserve(self._planner.limits, self._geometry(window, several_queries), chunk_limits)
 
-    def _geometry(self, window: int, several: bool) -> Geometry:
-        """The geometry of a plan. several: a request among the rows of tiles may have several query tokens."""
+    def _geometry(self, window: int, several_queries: bool) -> Geometry:
+        """The geometry of a plan. several_queries: a request among the rows of tiles may have several query tokens."""
         config = self.config
         return Geometry(
             num_qo_heads=config.num_qo_heads,
@@ -213,7 +213,7 @@ class GpuBackend:
             page_size=config.page_size,
             segment_size=self._planner.rule.segment_size,
             window=window,
-            masked=several or window != UNLIMITED,
+            masked=several_queries or window != UNLIMITED,
             soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
         )

@@ -43,24 +43,24 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
     return TensorKind(tensor.dtype, tensor.shape, tensor.stride(), is_aligned(tensor))
 
 
-class _Slot:
+class _Holder:
     """A holder of one value."""
 
     value: Any = None
 
 
 @lru_cache(maxsize=_MOST_KEPT)
-def _slot(key: Hashable) -> _Slot:
-    return _Slot()
+def _holder(key: Hashable) -> _Holder:
+    return _Holder()
 
 
 def kept(key: Hashable, make: Callable[[], _Kept]) -> _Kept:
     """The value that `make` returned for this key, from a cache of the most recently used keys. It must hold no
     tensor."""
-    slot = _slot(key)
-    if slot.value is None:
-        slot.value = make()
-    found: _Kept = slot.value
+    holder = _holder(key)
+    if holder.value is None:
+        holder.value = make()
+    found: _Kept = holder.value
     return found
 
 

@@ -46,8 +46,7 @@ class ChunkPlanner:
         self.tile, self._config = tile, config
         device = prefill_device(num_sms, tile)
         self._planner = make_planner(config, device)
-        self._unshared = self._planner.spec
-        self._whole = make_planner(config, replace(device, num_workers=1)).spec  # with a single worker nothing is cut
+        self._uncut = make_planner(config, replace(device, num_workers=1)).spec  # with a single worker nothing is cut
         spec = self._planner.spec
         self._above = tile.above_rows // spec.model.group_size
         self.limits: ChunkLimits | None = None
@@ -81,20 +80,25 @@ class ChunkPlanner:
                 raise ValueError(no_room(self._config.policy, broken))
             if broken:
                 reason = f"the cheapest makes {', '.join(broken)} that a plan of this capacity holds"
-                planned = self._planner.plan_unshared(chunks, self._whole, reason)
+                planned = self._planner.plan_unshared(chunks, self._uncut, reason)
         return PlannedChunks(planned, division)
 
     def list_whole(self, chunks: StepTables) -> Planned:
         """The work list of chunks that share nothing and are not cut."""
-        work = whole_chunks(chunks, self._whole.model.queries_per_tile, self._whole.rule)
+        work = whole_chunks(chunks, self._uncut.model.queries_per_tile, self._uncut.rule)
         reason = "whole items, listed by the host, which does not know the pages"
         return Planned(
-            work=work, batch=chunks, num_packs=len(chunks.seq_lens), policy="per_query", reason=reason, spec=self._whole
+            work=work,
+            batch=chunks,
+            num_packs=len(chunks.seq_lens),
+            policy="per_query",
+            reason=reason,
+            spec=self._uncut,
         )
 
     def _keep_whole(self, chunks: StepTables) -> Planned:
         reason = "whole items, as decodes fill what their last round leaves of the device"
-        return self._planner.plan_unshared(chunks, self._whole, reason)
+        return self._planner.plan_unshared(chunks, self._uncut, reason)
 
     def _cheapest(self, chunks: StepTables) -> Planned:
         """The plan of the configured policy. `auto` does not share if the device would end sooner without, because
@@ -102,7 +106,7 @@ class ChunkPlanner:
         planned = self._planner.plan(chunks)
         if self._config.policy != "auto" or planned.policy == "per_query":
             return planned
-        unshared, rule = self._planner.plan_unshared(chunks, self._unshared, ""), planned.spec.rule
+        unshared, rule = self._planner.plan_unshared(chunks, self._planner.spec, ""), planned.spec.rule
         times = [int(work_time(rule, it.work.items, it.work.num_slots)) for it in (planned, unshared)]
         if times[1] >= times[0]:
             return planned

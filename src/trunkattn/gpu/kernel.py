@@ -53,8 +53,10 @@ class Kernel:
     Attributes:
         name: what `stats.reason` and the support matrix call it.
         work: what it computes.
-        module: its source, imported when it is first used. An attention kernel's has
-            `bind(plan, tensors, launch, options)`, see `gpu.launch`.
+        module: its source, imported when it is first used. That of attention has `bind`, see `gpu.launch.KernelSource`.
+            That of a pass of training has `forward` or `backward`, as `training.forward` and `training.backward` have
+            them, and, unless it is portable, `reads(q, k, v)`: whether it takes these tensors. That of both passes has
+            `attend`, as `training.cudnn_trees` and `training.torch_cudnn` have it.
         refuses: why it does not compute a configuration on a card; empty: it does.
         tiles: what a planner may choose from, with their prices, in ascending heights; in training the preferred one
             comes first.
@@ -86,7 +88,7 @@ KERNELS: Final = (
         refuses_layer=hopper.refuses_layer,
     ),
     Kernel(
-        name="Hopper prefill",
+        name=hopper.PREFILL,
         work=Work.PREFILL,
         module=f"{hopper.MODULE}.prefill",
         refuses=hopper.refuses_prefill,
@@ -94,7 +96,7 @@ KERNELS: Final = (
         refuses_layer=hopper.refuses_layer,
     ),
     Kernel(
-        name="Hopper prefill and decode",
+        name=hopper.BOTH,
         work=Work.BOTH,
         module=f"{hopper.MODULE}.prefill_decode",
         refuses=hopper.refuses_both,

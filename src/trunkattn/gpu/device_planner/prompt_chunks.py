@@ -54,7 +54,7 @@ class ListedChunks(NamedTuple):
         return replace(own, policy=f"{own.policy} overlapped with decodes") if self.overlaps else own
 
 
-def tables_of(chunks: PromptChunks, page_size: int, window: int) -> StepTables:
+def chunk_tables(chunks: PromptChunks, page_size: int, window: int) -> StepTables:
     """Returns the chunks as a separate batch for the host's planner. All pages of a request have the request's number,
     because the host does not know the real ones."""
     seq_lens = chunks.seq_lens.numpy().astype(np.int32)

@@ -27,6 +27,8 @@ from trunkattn.gpu.tiles import GpuTile, PrefillTile
 
 MODULE: Final = "trunkattn.gpu.hopper"
 DECODE: Final = "Hopper decode"
+PREFILL: Final = "Hopper prefill"
+BOTH: Final = "Hopper prefill and decode"
 
 DTYPES: Final = (torch.bfloat16, torch.float16)
 DTYPES_8_BIT: Final = (torch.float8_e4m3fn, torch.float8_e5m2)

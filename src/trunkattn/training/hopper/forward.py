@@ -44,7 +44,7 @@ from trunkattn.training.hopper.forward_arguments import (
     ForwardArguments,
     Outputs,
     forward_constants,
-    tables_of,
+    forward_tables,
 )
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate, store_tile
@@ -260,7 +260,7 @@ def forward(
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
-    tables = tables_of(sequences, bound.window, q.device)
+    tables = forward_tables(sequences, bound.window, q.device)
     descriptors = bound.q_map.of(q), bound.k_map.of(k), bound.v_map.of(v), bound.out_map.of(out)
     bound.launch((*descriptors, Outputs(out, lse), tables))
     return out, lse

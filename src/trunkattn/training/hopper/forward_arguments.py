@@ -92,7 +92,7 @@ def forward_constants(
     )
 
 
-def tables_of(sequences: Sequences, window: int, device: torch.device) -> Tables:
+def forward_tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
     """Returns the tables of a launch. `window` is already limited to the length of the sequences."""
     tree, windowed = sequences.tree, sequences.sliding_window is not None
     return Tables(
