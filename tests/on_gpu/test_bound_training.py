@@ -110,7 +110,7 @@ def test_data_parallel_and_fully_sharded() -> None:
     assert in_processes_of_its_own("cuda") == ["ddp", "equal", "fsdp2", "equal"]
 
 
-def test_shapes_alternate() -> None:
+def test_launches_serve_lengths_that_alternate() -> None:
     """Lengths that are and are not multiples of 16, and one of 1, which Triton compiles for."""
     lengths = (128, 129, 1, 640, 128, 1, 129)
     for length in lengths:

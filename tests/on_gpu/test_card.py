@@ -106,14 +106,14 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float, window: 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("tree", ["1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20"])
-def test_trees(tree: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_decodes_of_trees_match_the_oracle(tree: str, dtype: torch.dtype, tolerance: float) -> None:
     check(replace(GOOD, dtype=dtype), tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=0), tolerance)
 
 
 @pytest.mark.parametrize(
     "head_dim, page_size", [(64, 16), (80, 16), (96, 32), (192, 16), (256, 16), (128, 1), (128, 5)]
 )
-def test_shapes(head_dim: int, page_size: int) -> None:
+def test_any_head_dim_and_page_size_match_the_oracle(head_dim: int, page_size: int) -> None:
     tree = "1,4,40_320,160,90"
     check(replace(GOOD, head_dim=head_dim, page_size=page_size), tree_batch(parse_tree(tree), page_size), 0.02)
 
@@ -126,13 +126,13 @@ def test_pages_of_hybrid_models(head_dim: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (10, 2), (14, 2), (24, 2), (16, 1)])
-def test_groups(heads: tuple[int, int]) -> None:
+def test_any_group_of_heads_matches_the_oracle(heads: tuple[int, int]) -> None:
     check(replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1]), ragged("1,4,40_320,160,90", 16), 0.02)
 
 
 @pytest.mark.parametrize("policy", ["per_query", "relay", "cascade", "fasttree", "pat", "optimal", "auto"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_policies(policy: str, window: int | None) -> None:
+def test_every_policy_matches_the_oracle(policy: str, window: int | None) -> None:
     check(replace(GOOD, policy=policy), ragged("1,4,40_320,160,90", 16), 0.02, window)
 
 
@@ -141,7 +141,7 @@ def test_soft_cap_sinks_and_a_narrower_value() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_caches(kv_dtype: torch.dtype) -> None:
+def test_8_bit_caches_match_the_oracle(kv_dtype: torch.dtype) -> None:
     check(replace(GOOD, kv_dtype=kv_dtype), ragged("1,4,40_320,160,90", 16), 0.03)
 
 
@@ -177,7 +177,7 @@ def test_a_graph_replays_on_new_values() -> None:
         assert torch.equal(out, attention.run(plan, layer.q, layer.k_cache, layer.v_cache))
 
 
-def test_strided_tensors() -> None:
+def test_any_strides_give_the_same_bits() -> None:
     layer = make_layer(GOOD, tree_batch(parse_tree("1,4,12_64,32,20"), 16))
     attention = BatchAttention(GOOD)
     plan = attention.plan(*layer.step)

@@ -55,7 +55,9 @@ def run(attention: BatchAttention, plan: Any, layer: Layer) -> tuple[torch.Tenso
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 4), (16, 16), (16, 1)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_decodes_and_chunks(heads: tuple[int, int], several: bool, window: int | None) -> None:
+def test_decodes_and_chunks_planned_on_the_device_match_the_oracle(
+    heads: tuple[int, int], several: bool, window: int | None
+) -> None:
     batch, number = chunks_last(mixed(several=several))
     execution = "overlapped" if hopper() else "auto"
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], execution=execution)
@@ -72,7 +74,7 @@ def test_decodes_and_chunks(heads: tuple[int, int], several: bool, window: int |
     "config",
     [replace(GOOD, head_dim=64), replace(GOOD, dtype=torch.float16), replace(GOOD, sinks=False, logits_soft_cap=30.0)],
 )
-def test_portable_kernels(config: AttentionConfig) -> None:
+def test_portable_kernels_agree_with_a_plan_made_on_the_host(config: AttentionConfig) -> None:
     batch, number = chunks_last(mixed())
     layer = poisoned(config, batch)
     attention = made(config, layer)

@@ -62,7 +62,7 @@ def test_batch_invariant_lists(window: int) -> None:
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_every_tiling(group_size: int) -> None:
+def test_every_tiling_has_the_list_of_the_host(group_size: int) -> None:
     rule = make_rule(group_size, 16, 132, num_kv_heads=8)
     batch = as_batch(ragged("1,8,64_512,256,100", 16))
     for candidate in range(len(candidates(rule))):
@@ -73,7 +73,7 @@ def test_every_tiling(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_forests(seed: int) -> None:
+def test_random_forests_have_the_list_of_the_host(seed: int) -> None:
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 8, 16, 32]))
     rule = make_rule(int(rng.choice([1, 4, 5, 8])), page_size, int(rng.choice([1, 16, 132])))

@@ -39,18 +39,18 @@ def test_small_sequences_and_packed_ones(number: int, dtype: torch.dtype, determ
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 192, 256])
-def test_head_dims(head_dim: int, dtype: torch.dtype, deterministic: bool) -> None:
+def test_any_head_dim_matches_float64(head_dim: int, dtype: torch.dtype, deterministic: bool) -> None:
     for lengths, causal in (((512, 512), True), ((512, 1024), False), ((333, 777), True)):
         check(TrainingCase((lengths,), False, causal, (4, 2), head_dim, dtype, device="cuda"), deterministic)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 1), (12, 4), (7, 7), (32, 1)])
-def test_groups(heads: tuple[int, int]) -> None:
+def test_any_group_of_heads_matches_float64(heads: tuple[int, int]) -> None:
     for deterministic in (True, False):
         check(TrainingCase(((700, 700), (700, 700)), False, True, heads, 128, BF16, device="cuda"), deterministic)
 
 
-def test_4096_tokens() -> None:
+def test_4096_tokens_match_float64() -> None:
     for deterministic in (True, False):
         check(TrainingCase(((4096, 4096),), False, True, (2, 1), 128, BF16, device="cuda"), deterministic)
 
@@ -161,7 +161,7 @@ def test_windows_caps_sinks_values_and_trees(case: TrainingCase, dtype: torch.dt
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_large_tree(head_dim: int, deterministic: bool) -> None:
+def test_a_large_tree_matches_float64_and_repeats_if_asked(head_dim: int, deterministic: bool) -> None:
     """By cuDNN where it is installed and bits need not repeat."""
     tree = PrefixTree.from_segments([-1, 0, 0, 2, 2, 0, -1, 6, 6], [700, 90, 300, 130, 257, 64, 100, 40, 300])
     case = tree_case(tree, head_dim=head_dim, dtype=BF16, device="cuda", heads=(8, 2))

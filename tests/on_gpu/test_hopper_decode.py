@@ -100,7 +100,9 @@ def check(config: AttentionConfig, layer: Layer, tolerance: float, **plan_option
 
 @pytest.mark.parametrize("tiling", TALLER)
 @pytest.mark.parametrize("tree", ["1,8,64_512,128,100", "1,10_4096,416", "1,300_2048,20", "40_500"])
-def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], tiling: str, tree: str) -> None:
+def test_every_tiling_matches_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int], tiling: str, tree: str
+) -> None:
     only(monkeypatch, tiling)
     check(GOOD, poisoned(GOOD, uneven(tree, 16)), 0.02)
     assert bool(launched) == runs_it()
@@ -108,7 +110,7 @@ def test_every_tiling(monkeypatch: pytest.MonkeyPatch, launched: list[int], tili
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (32, 2)])
 @pytest.mark.parametrize("page_size", [16, 24, 32, 64, 48])
-def test_groups_and_pages(
+def test_any_group_and_page_size_match_the_oracle(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], heads: tuple[int, int], page_size: int
 ) -> None:
     only(monkeypatch, "64x64")
@@ -200,7 +202,7 @@ def test_batch_invariant_bits(launched: list[int], kv_dtype: torch.dtype | None,
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("scale", [1e-3, 3.0])
-def test_scales(
+def test_scales_of_either_sign_match_the_oracle(
     monkeypatch: pytest.MonkeyPatch, launched: list[int], scale: float, kv_dtype: torch.dtype | None
 ) -> None:
     only(monkeypatch, "64x64")

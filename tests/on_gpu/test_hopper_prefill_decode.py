@@ -181,7 +181,7 @@ def test_logits_that_grow_from_block_to_block(
     ],
 )
 @pytest.mark.usefixtures("all_overlapped")
-def test_chunks_and_decodes(
+def test_chunks_and_decodes_at_once_match_the_oracle(
     heads: tuple[int, int], page_size: int, dtype: torch.dtype, several: bool, window: int | None, launched: list[int]
 ) -> None:
     config = replace(CONFIG, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, dtype=dtype)

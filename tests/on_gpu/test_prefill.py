@@ -71,7 +71,7 @@ def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.02, w
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("cached", [0, 2048, 8192])
-def test_a_chunk_of_512(cached: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_a_chunk_of_512_tokens_matches_the_oracle(cached: int, dtype: torch.dtype, tolerance: float) -> None:
     check(replace(GOOD, dtype=dtype), chunks(f"1_{cached + 507}", [507]), tolerance)
 
 
@@ -88,13 +88,13 @@ def test_short_chunks_behind_one_prefix(tokens: int) -> None:
     "head_dim, page_size",
     [(64, 16), (80, 16), (96, 32), (192, 16), (256, 16), (128, 1), (128, 5), (128, 128), (128, 48)],
 )
-def test_shapes(head_dim: int, page_size: int) -> None:
+def test_any_head_dim_and_page_size_match_the_oracle(head_dim: int, page_size: int) -> None:
     config = replace(GOOD, head_dim=head_dim, page_size=page_size)
     check(config, chunks(f"1,4_{page_size * (600 // page_size)},250", [250, 90, 1], page_size))
 
 
 @pytest.mark.parametrize("heads", [(32, 32), (16, 8), (64, 8), (10, 2), (14, 2), (24, 2), (16, 1)])
-def test_groups(heads: tuple[int, int]) -> None:
+def test_any_group_of_heads_matches_the_oracle(heads: tuple[int, int]) -> None:
     check(replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1]), chunks("1,4_320,250", [250, 90, 1]))
 
 
@@ -106,12 +106,12 @@ def test_windows_soft_cap_and_sinks(policy: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 100, 300, 3000])
-def test_windows(window: int) -> None:
+def test_windows_match_the_oracle(window: int) -> None:
     check(GOOD, chunks("1,4_2048,500", [500, 90, 1, 333]), window=window)
 
 
 @pytest.mark.parametrize("q_scale", [-1.0, 0.0, 0.5])
-def test_scales(q_scale: float) -> None:
+def test_scales_match_queries_that_are_scaled(q_scale: float) -> None:
     layer = make_layer(GOOD, chunks("1,4_1024,300", [300, 90, 1]))
     attention, starts = BatchAttention(GOOD), layer.batch.query_start_loc
     plan = attention.plan(*layer.step)
@@ -196,7 +196,7 @@ def as_if_timed(monkeypatch: pytest.MonkeyPatch, family: bool = True) -> None:
     "tree, query_lens",
     [("1_8800", [507]), ("1,4,40_1024,512,333", [1, 0, 300, 1, 17, 64]), ("1,32_4096,100", [100]), ("1_700", [700])],
 )
-def test_the_family(
+def test_every_configuration_of_the_hopper_kernel_matches_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
     launched: list[int],
     config: AttentionConfig,
@@ -291,7 +291,7 @@ def test_a_thousand_runs_of_the_family_are_bit_equal(
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_caches(kv_dtype: torch.dtype) -> None:
+def test_8_bit_caches_match_the_oracle(kv_dtype: torch.dtype) -> None:
     check(replace(GOOD, kv_dtype=kv_dtype), chunks("1,4_2048,450", [450, 90, 1]), 0.03)
 
 
