@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.progress import track
 
-from benchmarks.kernels.compile_ahead import Target, compile_decode
+from benchmarks.kernels.compile_kernels import compile_decode
+from benchmarks.kernels.cross_compile import Target
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Memory, reasons_against
 from benchmarks.lib.report import write_result
 from trunkattn.gpu.portable.spec import DECODE_TILES

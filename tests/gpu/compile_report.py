@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from benchmarks.kernels.compile_ahead import (
-    Target,
+from benchmarks.kernels.compile_kernels import (
     compile_decode,
     compile_hopper_decode,
     compile_hopper_prefill,
@@ -20,6 +19,7 @@ from benchmarks.kernels.compile_ahead import (
     compile_merge,
     compile_prefill,
 )
+from benchmarks.kernels.cross_compile import Target
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Resources
 from trunkattn.gpu.hopper.decode_arguments import shape_of
 from trunkattn.gpu.hopper.spec import PADDED_HEAD_DIMS, source_of

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
-from benchmarks.kernels.compile_ahead import (
-    Target,
+from benchmarks.kernels.compile_kernels import (
     compile_hopper_latent,
     compile_merge,
     compile_portable_latent,
 )
+from benchmarks.kernels.cross_compile import Target
 from benchmarks.kernels.tile_solver import Resources
 from trunkattn.gpu.mla.spec import portable_tile
 

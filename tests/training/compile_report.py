@@ -18,7 +18,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.kernels.compile_ahead import signature_of
+from benchmarks.kernels.cross_compile import signature_of
 from trunkattn.training.arguments import Batch, Variant, attention_shape
 from trunkattn.training.backward import prepare_kernel
 from trunkattn.training.backward_keys import keys_kernel

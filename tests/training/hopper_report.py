@@ -11,7 +11,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from benchmarks.kernels.compile_ahead import Target, compile_hopper_forward
+from benchmarks.kernels.compile_kernels import compile_hopper_forward
+from benchmarks.kernels.cross_compile import Target
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {},
