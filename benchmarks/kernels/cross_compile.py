@@ -104,8 +104,9 @@ def of_one_kind(named: Any, kind: str, **others: Any) -> Any:
 def compile_gluon(
     kernel: Any, target: Target, arguments: Any, registers: int, checks_products: bool = False
 ) -> Resources:
-    """What a Gluon kernel for Hopper needs. arguments: types, but for the constants C and absent ones; aligned as a launch on a
-    GPU finds them. checks_products: asks the assembler whether products are serialized, for which it runs again."""
+    """What a Gluon kernel for Hopper needs. arguments: types, but for the constants C and absent ones; aligned as a
+    launch on a GPU finds them. checks_products: asks the assembler whether products are serialized, for which it runs
+    again."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {name: _with_absent(kind) for name, kind in arguments._asdict().items()} | {"C": "constexpr"}

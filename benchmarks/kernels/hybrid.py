@@ -94,7 +94,7 @@ class Ours:
                 device = replace(device, num_workers=max(1, cut * device.num_workers))
                 chunks = ChunkPlanner(config, backend._chunks.tile, num_sms)
                 chunks._planner = make_planner(replace(config, policy="per_query"), device)
-                chunks._unshared = chunks._whole = chunks._planner.spec
+                chunks._uncut = chunks._planner.spec
                 backend._chunks = chunks
             self._made[use, heads] = made
         return self._made[use, heads]
