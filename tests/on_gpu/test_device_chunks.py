@@ -1,6 +1,7 @@
 """Decodes planned on the card beside prompt chunks that the host lists: right, without a wait, from one memory."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from trunkattn.integrations.captured_run import CapturedRun
 from .test_card import GOOD, Layer
 from .test_hopper_prefill_decode import assert_right, hopper, mixed
 from .test_prefill import poisoned
+from .watching import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -98,16 +100,13 @@ def test_one_plan_serves_every_step_and_never_waits() -> None:
     alone = plan.only("decodes")
     for turn in range(3):  # graphs of the planner are captured at the second
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
-        try:
+        with no_waits() if turn == 2 else nullcontext():
             attention.plan(*tables[1], into=plan, chunks=chunks)
             both = torch.full_like(layers[1].q, math.nan)
             attention.run(plan, layers[1].q, layers[1].k_cache, layers[1].v_cache, out=both)
             attention.plan(*tables[0], into=plan)
             one = torch.full_like(layers[0].q, math.nan)
             attention.run(alone, layers[0].q, layers[0].k_cache, layers[0].v_cache, out=one)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert_right(layers[1], both)
         assert_right(layers[0], one)
     attention.check()

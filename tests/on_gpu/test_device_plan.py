@@ -20,6 +20,7 @@ from ..gpu.kernel_cases import make_card
 from ..planner.specs import as_batch, forest_of
 from ..planner.tile_cases import arrays, make_rule
 from .test_card import ragged
+from .watching import no_waits
 
 pytestmark = pytest.mark.gpu
 LIMITS = replace(ROOMY, segments=1 << 21)
@@ -93,13 +94,10 @@ def test_one_graph_plans_every_batch_and_never_waits() -> None:
     lens, starts = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (256, 257))
     planned.planner.fill(planned.plan, table, lens, starts, UNLIMITED)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         planned.planner.fill(planned.plan, table, lens, starts, UNLIMITED)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

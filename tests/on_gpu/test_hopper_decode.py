@@ -22,6 +22,7 @@ from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.tiles.step import TiledStep
 
 from .test_card import GOOD, Layer, expected, make_layer
+from .watching import count_launches
 
 pytestmark = pytest.mark.gpu
 TALLER = ("16x64 per query", "16x64", "32x64", "32x64 fine", "32x64 uncut", "64x64", "64x64 fine", "64x64 uncut")
@@ -34,15 +35,7 @@ def runs_it() -> bool:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with every launch of the kernel."""
-    calls: list[int] = []
-    bind = hopper_decode.bind
-
-    def counted(*given: Any) -> Any:
-        run = bind(*given)
-        return lambda t: calls.append(1) or run(t)
-
-    monkeypatch.setattr(hopper_decode, "bind", counted)
-    return calls
+    return count_launches(monkeypatch, hopper_decode)
 
 
 def only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

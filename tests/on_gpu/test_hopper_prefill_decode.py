@@ -19,6 +19,7 @@ from trunkattn.reference import paged_attention
 from .test_capacity import captured, replay
 from .test_card import GOOD, Layer, assert_repeats
 from .test_prefill import chunks, poisoned
+from .watching import count_launches
 
 pytestmark = pytest.mark.gpu
 CONFIG = replace(GOOD, execution="overlapped")
@@ -58,15 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A 1 for each launch of the kernel."""
     from trunkattn.gpu.hopper import prefill_decode
 
-    found: list[int] = []
-    bind = prefill_decode.bind
-
-    def counted(*given: Any) -> Any:
-        run = bind(*given)
-        return lambda t: found.append(1) or run(t)
-
-    monkeypatch.setattr(prefill_decode, "bind", counted)
-    return found
+    return count_launches(monkeypatch, prefill_decode)
 
 
 def hopper() -> bool:

@@ -15,6 +15,7 @@ from trunkattn.integrations.sglang.tables import pages
 from trunkattn.reference import latent_attention
 
 from .test_sglang_graphs import ROWS, SLOTS, padding, place, setting
+from .watching import no_waits
 
 pytestmark = pytest.mark.gpu
 HEADS, ROW, PAGE, PAGES, COLUMNS = 16, spec.LATENT_DIM + spec.ROPE_DIM, 64, 200, 12
@@ -77,12 +78,9 @@ def test_a_full_graph_of_vllm_writes_zeros_to_padding(merges: bool) -> None:
         for buffer, values in zip(tables, step, strict=True):
             buffer.copy_(values)
         nothing.copy_(tables[1][:, None] == 0)
-        torch.cuda.set_sync_debug_mode("error")  # a step does not wait for the device
-        try:
+        with no_waits():  # a step does not wait for the device
             attention.plan(*tables, into=plan)
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         attention.check()
         count = len(lens)
         whole = torch.cat(q, -1)[:count]
@@ -134,12 +132,9 @@ def test_a_graph_of_sglang_plans_and_attends(page: int) -> None:
         place(requests.req_to_token, lens, page, shared // page)
         q.normal_()
         rows, padded = padding(lens)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             tables.fill(rows, padded, None)
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         attention.check()
         torch.testing.assert_close(out.double(), oracle(q, cache, *step)[0], rtol=0.1, atol=0.05)
         assert out.isfinite().all(), "padded rows are harmless"

@@ -14,6 +14,7 @@ from trunkattn.gpu.cards import card_at
 
 from .test_capacity import captured, replay
 from .test_card import GOOD, Layer, assert_repeats, expected, make_layer
+from .watching import count_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -37,13 +38,10 @@ def poisoned(config: AttentionConfig, batch: PagedBatch) -> Layer:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every launch that is bound of the kernel for Hopper."""
+    """Grows with every launch of the kernel for Hopper."""
     from trunkattn.gpu.hopper import prefill as hopper_prefill
 
-    calls: list[int] = []
-    bind = hopper_prefill.bind
-    monkeypatch.setattr(hopper_prefill, "bind", lambda *given: calls.append(1) or bind(*given))
-    return calls
+    return count_launches(monkeypatch, hopper_prefill)
 
 
 def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.02, window: int | None = None) -> None:

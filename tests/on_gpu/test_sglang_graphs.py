@@ -1,5 +1,7 @@
 """SGLang's decode graphs on a card, without SGLang: one launch fills tables, and a graph plans and attends."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from trunkattn.integrations.prompt_plans import PromptRoom
 from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.reference import paged_attention
+
+from .watching import no_waits
 
 pytestmark = pytest.mark.gpu
 ROWS, CONTEXT, SLOTS, HEADS, KV_HEADS, DIM = 16, 700, 9600, 8, 2, 128
@@ -62,12 +66,9 @@ def test_a_graph_plans_and_attends(page: int, window: int | None) -> None:
         place(requests.req_to_token, lens, page, shared // page)
         q.normal_()
         rows, padded = padding(lens)
-        torch.cuda.set_sync_debug_mode("error")  # a step does not wait for the device
-        try:
+        with no_waits():  # a step does not wait for the device
             tables.fill(rows, padded, None)
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         attention.check()
         expected, _ = paged_attention(q, *caches, *step, sliding_window=window)
         assert float((out.double() - expected).abs().max()) < 0.03
@@ -92,14 +93,11 @@ def test_prompts_are_planned_without_a_wait(page: int, window: int | None) -> No
         q = torch.randn(sum(queries), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.full_like(q, torch.nan)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if plan else "default")
-        try:
+        with no_waits() if plan else nullcontext():
             tables.fill(rows, on_device[0], None, on_device[1])
             step = tables.tables[False][:count], tables.seq_lens[:count], tables.query_start_loc[: count + 1]
             plan = attention.plan(*step, sliding_window=window, into=plan, chunks=chunks)
             attention.run(plan.only("chunks"), q, *caches, out=out)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         attention.check()
         expected, _ = paged_attention(q, *caches, *step, sliding_window=window)
         assert float((out.double() - expected).abs().max()) < 0.03
