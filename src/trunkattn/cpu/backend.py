@@ -85,11 +85,8 @@ class CpuBackend:
         """Plans a checked batch. `into` is ignored, because a step on a CPU has no arrays of fixed size."""
         planned = self._planner.plan(batch)
         shape = self._shape if batch.window == UNLIMITED else self._shape._replace(window=batch.window)
-        kept = planned.batch
         with memory_for(lambda _: self._no_memory(planned.work)):
-            prepared = parallel.prepare(
-                planned.work, kept.block_table, kept.seq_lens, kept.query_start_loc, shape, self._threads
-            )
+            prepared = parallel.prepare(planned.work, planned.batch, shape, self._threads)
             self._reserve(prepared)
         return CpuStep(planned, prepared)
 

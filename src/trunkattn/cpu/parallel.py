@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.cpu.arguments import LayerArguments, PlanArguments, WorkspaceArguments, address_of
 from trunkattn.cpu.attention import attention_kernel, merge_kernel
-from trunkattn.cpu.block import Shape, padded, workspace_sizes
+from trunkattn.cpu.block import Shape, workspace_sizes
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.cpu.threads import call_on_threads, kernel_address
+from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import KV_END, KV_START, QUERY_END, QUERY_START, WorkList
 
 # The unit of load is one query row × one key. To fetch a key and its value takes as long as 16 rows of arithmetic.
@@ -103,46 +104,51 @@ class Strides(NamedTuple):
     head: int
 
 
-def prepare(
-    work: WorkList,
-    block_table: NDArray[np.int32],
-    seq_lens: NDArray[np.int32],
-    query_start_loc: NDArray[np.int32],
-    shape: Shape,
-    num_threads: int,
-) -> CpuPlan:
-    """Deals the tasks to threads: the heaviest first, each to the thread with the least load."""
-    dealt = _deal(
-        block_table,
-        work.items,
-        work.queries,
-        work.partial_slots,
-        work.merge_queries,
-        work.merge_indptr,
-        seq_lens,
-        query_start_loc,
-        shape,
-        num_threads,
-    )
-    return CpuPlan(
-        work=work,
-        block_table=block_table,
-        positions=dealt.positions,
-        tasks=dealt.tasks,
-        task_indptr=dealt.task_indptr,
-        max_lanes=padded(dealt.max_rows),
-        arguments=dealt.arguments,
-    )
+class _Lists(NamedTuple):
+    """The arrays of a work list, and the tables that it was made for."""
+
+    items: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    partial_slots: NDArray[np.int32]
+    merge_queries: NDArray[np.int32]
+    merge_indptr: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    query_start_loc: NDArray[np.int32]
 
 
 class _Dealt(NamedTuple):
-    """The arrays of a CpuPlan, the rows of its tallest item, and the plan's arguments."""
+    """What a plan has beside its work list; see `CpuPlan`."""
 
     positions: NDArray[np.int32]
     tasks: NDArray[np.int32]
     task_indptr: NDArray[np.int32]
-    max_rows: int
+    max_lanes: int
     arguments: PlanArguments
+
+
+def prepare(work: WorkList, batch: StepTables, shape: Shape, num_threads: int) -> CpuPlan:
+    """Deals the tasks to threads: the heaviest first, each to the thread with the least load."""
+    lists = _Lists(
+        items=work.items,
+        queries=work.queries,
+        partial_slots=work.partial_slots,
+        merge_queries=work.merge_queries,
+        merge_indptr=work.merge_indptr,
+        block_table=batch.block_table,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.query_start_loc,
+    )
+    dealt: _Dealt = _prepare(lists, shape, num_threads)
+    return CpuPlan(
+        work=work,
+        block_table=batch.block_table,
+        positions=dealt.positions,
+        tasks=dealt.tasks,
+        task_indptr=dealt.task_indptr,
+        max_lanes=dealt.max_lanes,
+        arguments=dealt.arguments,
+    )
 
 
 @njit(inner=True)
@@ -173,39 +179,45 @@ def _by_thread(owner, num_threads):
     return tasks, indptr
 
 
-@njit
-def _deal(
-    block_table, items, queries, slots, merge_queries, merge_indptr, seq_lens, query_start_loc, shape, num_threads
-):
+@njit(inner=True)
+def _deal(items, shape, num_threads):
+    """(the thread of each task, the lanes of the tallest item)."""
     num_kv_heads, group = shape.num_kv_heads, shape.num_qo_heads // shape.num_kv_heads
-    positions = _positions_of(seq_lens, query_start_loc)
     owner = np.empty(len(items) * num_kv_heads, np.int32)
     load = np.zeros(num_threads, np.int64)
-    most = 1
+    max_lanes = np.int64(LANES)
     for task in range(len(owner)):
         item = task // num_kv_heads
         rows = (items[item, QUERY_END] - items[item, QUERY_START]) * group
-        most = max(most, rows)
+        lanes = (rows + LANES - 1) // LANES * LANES
+        max_lanes = max(max_lanes, lanes)
         thread = 0
         for other in range(1, num_threads):
             if load[other] < load[thread]:
                 thread = other
         owner[task] = thread
-        lanes = (rows + LANES - 1) // LANES * LANES
         load[thread] += np.int64(items[item, KV_END] - items[item, KV_START]) * (lanes + _FETCH_ROWS) + _TASK_LOAD
-    tasks, indptr = _by_thread(owner, num_threads)
+    return owner, max_lanes
+
+
+@njit
+def _prepare(lists, shape, num_threads):
+    """Compiled, because Python takes as long to find one array's address as this takes for all of them."""
+    positions = _positions_of(lists.seq_lens, lists.query_start_loc)
+    owner, max_lanes = _deal(lists.items, shape, num_threads)
+    tasks, task_indptr = _by_thread(owner, num_threads)
     arguments = PlanArguments(
-        block_table=block_table.ctypes.data,
-        items=items.ctypes.data,
-        queries=queries.ctypes.data,
-        partial_slots=slots.ctypes.data,
+        block_table=lists.block_table.ctypes.data,
+        items=lists.items.ctypes.data,
+        queries=lists.queries.ctypes.data,
+        partial_slots=lists.partial_slots.ctypes.data,
         positions=positions.ctypes.data,
         tasks=tasks.ctypes.data,
-        task_indptr=indptr.ctypes.data,
-        merge_queries=merge_queries.ctypes.data,
-        merge_indptr=merge_indptr.ctypes.data,
-        table_columns=block_table.shape[1],
-        num_merged=len(merge_queries),
+        task_indptr=task_indptr.ctypes.data,
+        merge_queries=lists.merge_queries.ctypes.data,
+        merge_indptr=lists.merge_indptr.ctypes.data,
+        table_columns=lists.block_table.shape[1],
+        num_merged=len(lists.merge_queries),
         num_threads=num_threads,
         num_qo_heads=shape.num_qo_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -216,7 +228,7 @@ def _deal(
         window=shape.window,
         aligned_blocks=shape.aligned_blocks,
     )
-    return _Dealt(positions, tasks, indptr, most, arguments)
+    return _Dealt(positions, tasks, task_indptr, max_lanes, arguments)
 
 
 def strides_of(cache: torch.Tensor) -> Strides:
