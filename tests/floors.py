@@ -90,6 +90,7 @@ ENGINE_FLOORS = MappingProxyType(
         "assembly": 5,
         "checked_request": 5,
         "engine": 6,
+        "memory": 6,
         "llm": 7,
     }
 )

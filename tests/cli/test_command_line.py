@@ -23,7 +23,7 @@ from trunkattn.cli.option_kinds import size
 from trunkattn.cli.options import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.model.inspection import inspect_model
 
 from .forked import Ended, run_all
 

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from trunkattn.engine import RequestOutput
-from trunkattn.engine.model.loading import inspect_model, load_tokenizer
+from trunkattn.engine.model.inspection import inspect_model
+from trunkattn.engine.model.loading import load_tokenizer
 
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY_VOCAB = 256

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.assembly import attention_config
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.model.inspection import inspect_model
 from trunkattn.engine.model.packed_linear import PackedLinear
 from trunkattn.gpu.cards import GpuFacts, card_of
 

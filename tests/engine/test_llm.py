@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine import llm as llm_module
-from trunkattn.engine.assembly import size_cache
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.memory import size_cache
+from trunkattn.engine.model.inspection import inspect_model
 from trunkattn.engine.runner import ModelRunner
 from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
 from trunkattn.engine.token_rules import TokenRules

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from benchmarks.lib.report import write_result
 from benchmarks.page.common import load, table
 from trunkattn import LLM, SamplingParams
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.model.inspection import inspect_model
 
 RESULT = "models-cpu"
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"

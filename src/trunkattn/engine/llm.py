@@ -12,19 +12,13 @@ from transformers.utils import logging
 
 from trunkattn.cpu.thread_limit import ThreadLimit
 from trunkattn.cpu.truncation import compile_truncation
-from trunkattn.engine.assembly import (
-    attention_config,
-    check_memory,
-    keys_per_token,
-    make_cache,
-    make_runner,
-    no_room,
-    size_cache,
-)
+from trunkattn.engine.assembly import attention_config, keys_per_token, make_cache, make_runner
 from trunkattn.engine.checked_request import CheckedRequest
 from trunkattn.engine.config import EngineConfig
 from trunkattn.engine.engine import Engine
-from trunkattn.engine.model.loading import eos_token_ids, inspect_model, load_model, load_tokenizer
+from trunkattn.engine.memory import check_memory, no_room, size_cache
+from trunkattn.engine.model.inspection import inspect_model
+from trunkattn.engine.model.loading import eos_token_ids, load_model, load_tokenizer
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.prompts import (
     ChatOptions,
@@ -88,11 +82,11 @@ class LLM:
         self.config = config = EngineConfig(**options)
         info = inspect_model(
             model,
-            config.dtype_name,
-            config.device,
-            config.load_format,
-            config.trust_remote_code,
-            config.kv_cache_dtype,
+            dtype=config.dtype_name,
+            device=config.device,
+            load_format=config.load_format,
+            trust_remote_code=config.trust_remote_code,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         attention_config(info, config)
         size_cache(info, config)
@@ -110,9 +104,9 @@ class LLM:
             CacheManager(num_pages, config.page_size, config.enable_prefix_caching),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.scheduler_policy,
-            keys_per_token(info),
-            config.max_step_seconds,
+            policy=config.scheduler_policy,
+            keys_per_token=keys_per_token(info),
+            max_step_seconds=config.max_step_seconds,
         )
         eos = eos_token_ids(self.model.generation_config, self.tokenizer, info.config)
         limits = ModelLimits(info.vocab_size, max_model_len, eos)

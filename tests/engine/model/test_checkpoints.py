@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trunkattn.engine import LLM, SamplingParams
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.model.inspection import inspect_model
 
 Tensors = dict[str, torch.Tensor]
 PROMPT, GREEDY = [list(range(5, 25))], SamplingParams(temperature=0, max_tokens=4)

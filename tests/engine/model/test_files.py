@@ -12,7 +12,7 @@ from torch import zeros
 from transformers import LlamaConfig
 
 from trunkattn.engine.model.files import check_gguf, check_safetensors, find_model_files, one_line, plain
-from trunkattn.engine.model.loading import _check_layers, inspect_model
+from trunkattn.engine.model.inspection import _check_layers, inspect_model
 from trunkattn.engine.model.path import existing_path
 
 

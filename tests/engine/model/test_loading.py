@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qw
 
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.model import loading as model_module
-from trunkattn.engine.model.loading import _dtype, eos_token_ids, inspect_model, load_model, load_tokenizer
+from trunkattn.engine.model.inspection import _dtype, inspect_model
+from trunkattn.engine.model.loading import eos_token_ids, load_model, load_tokenizer
 
 from ..conftest import tiny_config
 

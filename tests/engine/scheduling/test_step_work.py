@@ -15,7 +15,7 @@ from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduling.request import Request
 from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
 from trunkattn.engine.scheduling.scheduler import MAX_LOOKED_UP, Scheduler
-from trunkattn.engine.scheduling.step_work import LEAST_SHARE, PROMPT_SHARE, StepPace, StepWork
+from trunkattn.engine.scheduling.step_work import LEAST_SHARE, PROMPT_SHARE, StepPace, WorkPrices
 from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 16
@@ -35,7 +35,7 @@ def step(scheduler: Scheduler) -> ScheduledBatch:
     return batch
 
 
-def work_of(prices: StepWork, batch: ScheduledBatch) -> int:
+def work_of(prices: WorkPrices, batch: ScheduledBatch) -> int:
     return sum(prices.of(chunk.start, chunk.num_tokens) for chunk in batch.chunks)
 
 
@@ -46,7 +46,7 @@ def work_of(prices: StepWork, batch: ScheduledBatch) -> int:
     work=st.integers(-(10**12), 10**15),
 )
 def test_the_most_tokens_are_those_whose_work_just_fits(token: int, key: int, start: int, work: int) -> None:
-    prices = StepWork(token, key)
+    prices = WorkPrices(token, key)
     most = prices.most_tokens(start, work)
     assert most >= 0 and (most == 0 or prices.of(start, most) <= work)
     assert prices.of(start, most + 1) > work
@@ -54,7 +54,7 @@ def test_the_most_tokens_are_those_whose_work_just_fits(token: int, key: int, st
 
 @given(start=st.integers(0, 10_000), parts=st.lists(st.integers(1, 500), min_size=1, max_size=6))
 def test_the_work_of_tokens_is_the_sum_of_its_parts(start: int, parts: list[int]) -> None:
-    prices, at, total = StepWork.of_keys(3456), start, 0
+    prices, at, total = WorkPrices.of_keys(3456), start, 0
     for part in parts:
         total += prices.of(at, part)
         at += part
@@ -77,7 +77,7 @@ def chunk_lengths(scheduler: Scheduler, tokens: int, see: Callable[[ScheduledBat
 
 
 def test_chunks_of_a_long_prompt_grow_shorter_and_take_no_more_work_than_the_first() -> None:
-    prices, budget = StepWork.of_keys(500), 64
+    prices, budget = WorkPrices.of_keys(500), 64
     scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 8, budget, keys_per_token=500)
 
     def see(batch: ScheduledBatch) -> None:
@@ -97,7 +97,7 @@ def test_without_a_price_of_keys_a_chunk_is_as_long_as_the_budget() -> None:
 
 
 def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> None:
-    prices, budget = StepWork.of_keys(10), 16
+    prices, budget = WorkPrices.of_keys(10), 16
     scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 16, budget, keys_per_token=10)
     answering = [make_request(1000, max_tokens=400, first=10_000 * place) for place in range(8)]
     for request in answering:
@@ -122,7 +122,7 @@ def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> 
     room=st.integers(0, 60),
 )
 def test_no_step_takes_more_than_running_answers_and_a_budget(keys: int, lens: list[int], room: int) -> None:
-    prices, budget = StepWork.of_keys(keys), 4 + room
+    prices, budget = WorkPrices.of_keys(keys), 4 + room
     # Pages for the four longest requests, because each step's check of the cache looks at all of them.
     scheduler = Scheduler(CacheManager(4 * 38, PAGE_SIZE), 4, budget, keys_per_token=keys)
     for place, length in enumerate(lens):

@@ -16,7 +16,7 @@ from trunkattn.engine.config import check_budget, check_scheduler_policy
 from trunkattn.engine.scheduling.pages_in_flight import PagesInFlight
 from trunkattn.engine.scheduling.request import Request
 from trunkattn.engine.scheduling.scheduled_batch import Sample, ScheduledBatch, ScheduledChunk
-from trunkattn.engine.scheduling.step_work import StepBudget, StepPace, StepWork
+from trunkattn.engine.scheduling.step_work import StepBudget, StepPace, WorkPrices
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.kv_cache.page_pool import OutOfPages
 
@@ -49,7 +49,7 @@ class Scheduler:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: token budget of a step, at least `max_num_seqs`.
         policy: see `EngineConfig.scheduler_policy`.
-        keys_per_token: see `StepWork.of_keys`; with it `chunked_prefill` shortens chunks of long prompts, so that no
+        keys_per_token: see `WorkPrices.of_keys`; with it `chunked_prefill` shortens chunks of long prompts, so that no
             step takes longer than one whose budget is full of first tokens.
         max_step_seconds: the time that a step of `chunked_prefill` should take at most, by the steps that were `timed`:
             while it takes longer, prompts get fewer tokens, and no more sequences start. None: any.
@@ -74,7 +74,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_prompt_logits = max(1, min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS))
         self._fill = POLICIES[policy]
-        self._prices = StepWork.of_keys(keys_per_token)
+        self._prices = WorkPrices.of_keys(keys_per_token)
         self._pace = StepPace(self._prices.of(0, max_num_batched_tokens), max_step_seconds)
         self.waiting: deque[Request] = deque()  # both in order of arrival
         self.running: list[Request] = []
@@ -306,7 +306,7 @@ def prefill_first(scheduler: Scheduler, batch: ScheduledBatch) -> None:
 
     Source: the first vLLM, https://arxiv.org/abs/2309.06180.
     """
-    scheduler.admit_waiting(batch, StepBudget(StepWork(), scheduler.max_num_batched_tokens), chunked=False)
+    scheduler.admit_waiting(batch, StepBudget(WorkPrices(), scheduler.max_num_batched_tokens), chunked=False)
     if not batch.chunks:
         scheduler.continue_running(batch)
 

@@ -8,7 +8,7 @@ LEAST_SHARE = 16  # a step may take at least 1/16 of the work of a full one, how
 MOST_GROWTH, MOST_SHRINKAGE = 2, 2  # of the work that a step may take, from one step to the next
 
 
-class StepWork(NamedTuple):
+class WorkPrices(NamedTuple):
     """Prices of what a step computes.
 
     A token late in a long sequence takes many times as long as an early one, because it attends to every token before
@@ -23,7 +23,7 @@ class StepWork(NamedTuple):
     key: int = 0
 
     @classmethod
-    def of_keys(cls, keys_per_token: int | None) -> "StepWork":
+    def of_keys(cls, keys_per_token: int | None) -> "WorkPrices":
         """Prices of a model. keys_per_token: how many keys a token attends to in the time that the rest of the model
         takes for it; None: attention costs nothing."""
         return cls() if keys_per_token is None else cls(keys_per_token, 1)
@@ -99,7 +99,7 @@ class StepBudget:
         tokens, work: what is left.
     """
 
-    def __init__(self, prices: StepWork, tokens: int, work: int | None = None) -> None:
+    def __init__(self, prices: WorkPrices, tokens: int, work: int | None = None) -> None:
         self.prices, self.tokens = prices, tokens
         self.work = prices.of(0, tokens) if work is None else work
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from trunkattn.engine import LLM, SamplingParams
-from trunkattn.engine.model.loading import inspect_model
+from trunkattn.engine.model.inspection import inspect_model
 
 VOCAB, WIDTH, INNER, HEADS, KV_HEADS, CONTEXT = 300, 64, 96, 4, 2, 128
 PROMPT = list(range(40, 70))

@@ -18,7 +18,8 @@ from trunkattn.engine import LLM, SamplingParams
 from trunkattn.engine.model.gguf.config import gguf_config
 from trunkattn.engine.model.gguf.header import read_header
 from trunkattn.engine.model.gguf.tokenizer import gguf_tokenizer
-from trunkattn.engine.model.loading import inspect_model, load_tokenizer
+from trunkattn.engine.model.inspection import inspect_model
+from trunkattn.engine.model.loading import load_tokenizer
 
 HIDDEN, INNER, VOCAB, HEAD_DIM, CONTEXT = 64, 128, 300, 16, 256
 PROMPT = torch.randint(1, 250, (120,), generator=torch.Generator().manual_seed(3)).tolist()
