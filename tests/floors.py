@@ -91,7 +91,8 @@ ENGINE_FLOORS = MappingProxyType(
         "checked_request": 5,
         "engine": 6,
         "memory": 6,
-        "llm": 7,
+        "shared_engine": 7,
+        "llm": 8,
     }
 )
 SERVER_FLOORS = MappingProxyType(

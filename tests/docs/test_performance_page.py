@@ -250,7 +250,7 @@ def test_the_time_of_the_card_is_shown_where_it_was_traced(results: Path) -> Non
     assert [loss.by for loss in section.losses] == ["1.50×"]
 
 
-def test_ranks_and_starts(results: Path) -> None:
+def test_sections_on_ranks_and_on_starts_show_both_back_ends(results: Path) -> None:
     write_tpot(results, "vllm-tpot-h100-dcp2", {"tpot_ms": 7.0}, {"tpot_ms": 10.5})
     runs = {"FLASH_ATTN": {"ready_s": 97.1}, "CUSTOM": {"ready_s": 100.3}}
     write_tpot(results, "vllm-tpot-h100-cold", {"tpot_ms": 1.0}, {"tpot_ms": 1.0}, runs=runs)

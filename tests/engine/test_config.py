@@ -133,7 +133,7 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_what_changes_logits() -> None:
+def test_parameters_that_change_logits_say_so_and_no_others() -> None:
     assert not SamplingParams(min_p=0.5, top_p=0.5, stop="a", prompt_logprobs=1).changes_logits
     changing: list[dict[str, Any]] = [
         {"repetition_penalty": 1.1},

@@ -118,7 +118,9 @@ def test_an_answer_ends_at_the_longest_length_of_the_model() -> None:
         ("z", "hello world", 12, None),
     ],
 )
-def test_stop_strings(stop: str | list[str], text: str, num_tokens: int, reason: str | None) -> None:
+def test_an_answer_ends_at_the_first_stop_string(
+    stop: str | list[str], text: str, num_tokens: int, reason: str | None
+) -> None:
     answer = answer_of(make_engine(), stop=stop)
     assert (answer.text, len(answer.token_ids), answer.stop_reason) == (text, num_tokens, reason)
     assert answer.finish_reason == "stop"

@@ -396,4 +396,4 @@ def test_requests_of_the_engine_leave_nothing_behind(tiny_model: Callable[[str],
     outputs = llm.generate([[5, 6, 7]] * 3, SHORT)
     assert [output.request_id for output in outputs] == ["7", "8", "9"]
     assert [output.outputs[0].token_ids for output in outputs] == [expected.outputs[0].token_ids] * 3
-    assert not llm._unfetched
+    assert not llm._shared._unfetched

@@ -59,7 +59,7 @@ def test_every_stream_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
 
     def step_while_the_other_one_waits() -> Any:
         end = time.monotonic() + PATIENCE
-        while len(llm._turn._inside) < 2 and not ended.is_set():
+        while len(llm._shared.turn._inside) < 2 and not ended.is_set():
             assert time.monotonic() < end
             time.sleep(0.001)
         return step()

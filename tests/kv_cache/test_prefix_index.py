@@ -44,7 +44,7 @@ def test_a_salt_stands_for_no_tokens() -> None:
     assert index.match([2], array("i", [1]).tobytes()) == []
 
 
-def test_prefixes_branch() -> None:
+def test_a_prefix_has_several_continuations() -> None:
     index = PrefixIndex(page_size=2)
     trunk = insert(index, [1, 2], [10])
     index.insert(trunk, [3, 4], [11])

@@ -16,7 +16,7 @@ def expected(llm: LLM, max_tokens: int = 12) -> str:
     return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
 
 
-def test_an_answer(server: Server, reference: LLM) -> None:
+def test_a_chat_answers_as_the_library_does(server: Server, reference: LLM) -> None:
     answer = server.client().chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=12, temperature=0)
     assert answer.choices[0].message.content == expected(reference)
     assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
@@ -119,7 +119,7 @@ TOOL: Any = {
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_forced_call(server: Server, choice: Any, stream: bool) -> None:
+def test_a_forced_call_is_one_call_with_arguments_of_its_schema(server: Server, choice: Any, stream: bool) -> None:
     made = server.client().chat.completions.create(
         model=NAME,
         messages=MESSAGES,

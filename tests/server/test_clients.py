@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from trunkattn.engine.engine import Engine
-from trunkattn.server.engine_loop import EngineFailed, QueueFull
+from trunkattn.server.engine_loop import EngineFailed, ServerFull
 
 from .conftest import PATIENCE, Server, wait_for
 
@@ -122,7 +122,7 @@ def test_a_page_of_an_allowed_origin_may_read_every_error(
     open_server: Server, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     server, origin = open_server, {"Origin": "https://example.org"}
-    causes = {429: QueueFull("full", 1), 500: RuntimeError("a bug"), 503: EngineFailed("stopped")}
+    causes = {429: ServerFull("full", 1), 500: RuntimeError("a bug"), 503: EngineFailed("stopped")}
     if status in causes:
 
         async def fails(*_: Any, **__: Any) -> Any:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trunkattn import LLM, SamplingParams
 from trunkattn.server.engine_loop import Submission
-from trunkattn.server.monitoring.report import report, request_line, status_line
+from trunkattn.server.monitoring.log_lines import report, request_line, status_line
 
 from .conftest import NAME, Server
 

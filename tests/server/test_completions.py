@@ -17,7 +17,7 @@ def greedy(llm: LLM, prompt: str, max_tokens: int = 12) -> str:
     return llm.generate(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
 
 
-def test_an_answer(server: Server, reference: LLM) -> None:
+def test_a_completion_answers_as_the_library_does(server: Server, reference: LLM) -> None:
     answer = server.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=12, temperature=0)
     assert answer.choices[0].text == greedy(reference, PROMPT)
     assert (answer.choices[0].finish_reason, answer.model, answer.object) == ("length", NAME, "text_completion")

@@ -41,7 +41,7 @@ OTHER = '{"name": "time", "arguments": {}}'
         ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
     ],
 )
-def test_a_finished_answer(parser: str, text: str, content: str, names: list[str]) -> None:
+def test_a_finished_answer_parts_into_text_and_calls(parser: str, text: str, content: str, names: list[str]) -> None:
     parsed = TOOL_CALL_PARSERS[parser].parse(text)
     assert (parsed.content, [call.name for call in parsed.calls]) == (content, names)
     if names:

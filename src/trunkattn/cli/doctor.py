@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import trunkattn
+from trunkattn.cli.demo_model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
 from trunkattn.cli.doctor_plugins import sglang_plugin, vllm_plugin
 from trunkattn.cli.doctor_report import Report, Way, plain_lines, print_report
 from trunkattn.cli.kernels import KernelsInWords, kernels_on
-from trunkattn.cli.models import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model, working
+from trunkattn.cli.models import working
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, installed_version, missing_packages
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.gpu.cards import card_at

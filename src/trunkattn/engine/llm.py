@@ -1,9 +1,8 @@
 """`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
 
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,20 +30,11 @@ from trunkattn.engine.prompts import (
 )
 from trunkattn.engine.sampling_params import SamplingParams, default_sampling_params
 from trunkattn.engine.scheduling.scheduler import Scheduler
+from trunkattn.engine.shared_engine import PreparedRequest, SharedEngine
 from trunkattn.engine.stats import EngineStats
 from trunkattn.engine.token_rules import ModelLimits
-from trunkattn.engine.turns import Turns
-from trunkattn.interrupts import held_interrupts
 from trunkattn.kv_cache.manager import CacheManager
 from trunkattn.memory import memory_for
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A checked request of one `generate` or `stream` call."""
-
-    prompt: str | None
-    checked: CheckedRequest
 
 
 class LLM:
@@ -112,10 +102,7 @@ class LLM:
         limits = ModelLimits(info.vocab_size, max_model_len, eos)
         limited = ThreadLimit().applied if info.device.type == "cpu" else nullcontext
         self.engine = Engine(self._runner, scheduler, limits, self.tokenizer, config.seed, limited)
-        # Requests of all calls, with newest outputs that the calls have not seen
-        self._unfetched: dict[str, RequestOutput | None] = {}
-        self._turn = Turns()  # whoever has it may use the engine
-        self._abandoned: deque[str] = deque()  # requests that nobody waits for any more
+        self._shared = SharedEngine(self.engine)
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles: the threads that use an LLM, its cache and its kernels belong to one process."""
@@ -129,7 +116,7 @@ class LLM:
 
         Without graphs it compiles only the planner and, on a CPU, the sampler. Call it while no request is unfinished.
         """
-        with self._turn:
+        with self._shared.turn:
             self._runner.warm_up()
             if self.info.device.type == "cpu":
                 compile_truncation()
@@ -162,7 +149,7 @@ class LLM:
         prepared = self._prepare(prompts, sampling_params)
         results: dict[int, RequestOutput] = {}
         progress = logging.tqdm(total=len(prepared), desc="Requests", disable=not use_tqdm)
-        with progress, closing(self._run(prepared)) as run:
+        with progress, closing(self._shared.run(prepared)) as run:
             for position, output in run:
                 if output.finished:
                     results[position] = output
@@ -230,7 +217,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: later requests compute their prompts from the first token."""
-        with self._turn:
+        with self._shared.turn:
             self.engine.reset_prefix_cache()
 
     def stream(
@@ -254,76 +241,13 @@ class LLM:
             >>> for position, output in llm.stream(["Hello", "Goodbye"]):  # doctest: +SKIP
             ...     print(position, output.outputs[0].text)
         """
-        return self._run(self._prepare(prompts, sampling_params))
-
-    def _run(self, prepared: Sequence[_Prepared]) -> Generator[tuple[int, RequestOutput], None, None]:
-        positions: dict[str, int] = {}
-        try:
-            with held_interrupts(), self._turn:
-                for position, request in enumerate(prepared):
-                    request_id = self.engine.add_checked(request.checked, request.prompt)
-                    positions[request_id], self._unfetched[request_id] = position, None
-            while positions:
-                for output in self._next_outputs(positions):
-                    position = positions[output.request_id]
-                    if output.finished:
-                        del positions[output.request_id]
-                    yield position, output
-        finally:
-            with held_interrupts():
-                self._abandoned.extend(positions)
-                if not self._turn.is_own:  # within a step Python closes an iterator that has become garbage
-                    with self._turn:
-                        self._end_abandoned()
-
-    def _next_outputs(self, positions: Mapping[str, int]) -> list[RequestOutput]:
-        """New outputs of these requests: those that another call's step has computed, or those of a step."""
-        with held_interrupts(), self._turn:
-            self._end_abandoned()
-            if all(self._unfetched[request_id] is None for request_id in positions):
-                for computed in self._step(positions):
-                    if computed.request_id in self._unfetched:  # no call would fetch those of other requests
-                        self._unfetched[computed.request_id] = computed
-            for request_id in positions:
-                if self._unfetched[request_id] is None and not self.engine.is_unfinished(request_id):
-                    raise RuntimeError(
-                        f"request {request_id!r} has left the engine, and its answer went to somebody else: expected "
-                        f"that nobody aborts requests of generate, chat and stream or calls the engine's step; to end "
-                        f"a prompt, close its iterator"
-                    )
-            outputs = [output for request_id in positions if (output := self._unfetched[request_id]) is not None]
-            for output in outputs:
-                if output.finished:
-                    del self._unfetched[output.request_id]
-                else:
-                    self._unfetched[output.request_id] = None
-            return outputs
-
-    def _step(self, own: Mapping[str, int]) -> list[RequestOutput]:
-        """The outputs of a step. An error that may be other calls' is raised only when it is clear that a request of
-        this call causes it; one of another call ends with the error."""
-        try:
-            return self.engine.step()
-        except Exception as error:
-            if self.engine.failed_requests <= own.keys():
-                raise
-            outputs = self.engine.blame(error)
-            if any(output.request_id in own for output in outputs):
-                raise
-            return outputs
-
-    def _end_abandoned(self) -> None:
-        """Ends the requests that nobody waits for, and frees their pages. In a turn."""
-        while self._abandoned:
-            request_id = self._abandoned.popleft()
-            self.engine.abort_request(request_id)
-            self._unfetched.pop(request_id, None)
+        return self._shared.run(self._prepare(prompts, sampling_params))
 
     def _prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[_Prepared]:
+    ) -> list[PreparedRequest]:
         """Tokenises and checks every prompt, so that a bad one stops the call before any has started."""
         if not isinstance(prompts, str | Mapping | Sequence) or isinstance(prompts, bytes | bytearray):
             raise TypeError(f"prompts={prompts!r}: expected one prompt or a list of prompts")
@@ -337,7 +261,7 @@ class LLM:
             raise TypeError(f"sampling_params={sampling_params!r}: expected SamplingParams or a list of them")
         if len(params) != len(each):
             raise ValueError(f"sampling_params has {len(params)} items: expected one for each of {len(each)} prompts")
-        prepared: list[_Prepared] = []
+        prepared: list[PreparedRequest] = []
         known: CheckedRequest | None = None  # the newest one: prompts often share their parameters
         for position, (prompt, one) in enumerate(zip(each, params, strict=True)):
             name = f"prompts[{position}]"
@@ -346,5 +270,5 @@ class LLM:
             text, token_ids = tokenize_prompt(self.tokenizer, prompt, name)
             rules = known.rules if known is not None and known.params is one else None
             known = self.engine.check_request(token_ids, one, name, rules)
-            prepared.append(_Prepared(text, known))
+            prepared.append(PreparedRequest(text, known))
         return prepared

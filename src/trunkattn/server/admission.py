@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.server.engine_loop import EngineLoop, QueueFull, Submission
+from trunkattn.server.engine_loop import EngineLoop, ServerFull, Submission
 from trunkattn.server.errors import BadRequest
 from trunkattn.server.limits import LIMITS
 
@@ -33,15 +33,15 @@ class Admission:
     @contextmanager
     def room(self, submissions: Sequence[Submission]) -> Iterator[None]:
         """Holds room for a request's log-probabilities, and for the time that its form takes of a step. Raises
-        BadRequest if it needs too much by itself, and QueueFull if others leave too little."""
+        BadRequest if it needs too much by itself, and ServerFull if others leave too little."""
         num_logprobs = sum(submission.num_logprobs for submission in submissions)
         form_seconds = sum(submission.form_seconds for submission in submissions)
         _check_attainable(num_logprobs, form_seconds)
         if self._num_logprobs + num_logprobs > LIMITS.logprob_entries:
-            raise QueueFull(f"{self._num_logprobs} log-probabilities are asked for", self._loop.retry_after_s)
+            raise ServerFull(f"{self._num_logprobs} log-probabilities are asked for", self._loop.retry_after_s)
         if form_seconds and self._form_seconds + form_seconds > LIMITS.form_token_seconds:
             full = f"the forms of answers take {self._form_seconds:.3f} s of each step"
-            raise QueueFull(full, self._loop.retry_after_s)
+            raise ServerFull(full, self._loop.retry_after_s)
         self._num_logprobs += num_logprobs
         self._form_seconds += form_seconds
         try:

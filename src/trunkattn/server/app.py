@@ -36,8 +36,8 @@ from trunkattn.server.middleware import (
     RequireKey,
 )
 from trunkattn.server.monitoring.live import Live
+from trunkattn.server.monitoring.log_lines import report
 from trunkattn.server.monitoring.metrics import Metrics
-from trunkattn.server.monitoring.report import report
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.prompts.conversation import Conversation
 from trunkattn.server.running import HAS_LEFT

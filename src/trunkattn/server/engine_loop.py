@@ -27,7 +27,7 @@ _WATCH_INTERVAL_S: Final = 0.5
 _COMMAND_SECONDS: Final = 0.02  # of commands between two steps
 
 
-class QueueFull(Exception):
+class ServerFull(Exception):
     """The server holds as much as it may. full: what there is too much of. retry_after_s: seconds until another try is
     worth it."""
 
@@ -143,7 +143,7 @@ class EngineLoop:
         To close the generator, or to cancel its task, ends the request and frees its pages.
 
         Raises:
-            QueueFull: too many requests wait.
+            ServerFull: too many requests wait.
             EngineFailed: the engine failed or stopped.
         """
         if not self.is_running:
@@ -169,10 +169,10 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """A place among the requests that wait: for a tokenizer, or for the first token. Raises QueueFull if there is
+        """A place among the requests that wait: for a tokenizer, or for the first token. Raises ServerFull if there is
         none."""
         if self.num_waiting >= self.max_waiting:
-            raise QueueFull(f"{self.max_waiting} requests are waiting", self.retry_after_s)
+            raise ServerFull(f"{self.max_waiting} requests are waiting", self.retry_after_s)
         self.num_waiting += 1
         try:
             yield

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from trunkattn.engine.scheduling.request import PromptTooLong
-from trunkattn.server.engine_loop import EngineFailed, QueueFull
+from trunkattn.server.engine_loop import EngineFailed, ServerFull
 
 _LOG: Final = logging.getLogger(__name__)
 _LONGEST: Final = 1000  # characters of a message
@@ -72,7 +72,7 @@ def failure(error: BaseException) -> JSONResponse:
     match error:
         case BadRequest():
             return error_response(error.status, str(error), error.param, error.code)
-        case QueueFull():
+        case ServerFull():
             return error_response(429, str(error), headers={"Retry-After": str(error.retry_after_s)})
         case EngineFailed():
             return error_response(503, f"{error}; try again", headers={"Retry-After": "1"})
@@ -135,5 +135,5 @@ def add_handlers(app: FastAPI) -> None:
     async def any_other(request: Request, error: Exception) -> JSONResponse:
         return failure(error)
 
-    for kind in (BadRequest, QueueFull, EngineFailed, AnswerFailed):
+    for kind in (BadRequest, ServerFull, EngineFailed, AnswerFailed):
         app.add_exception_handler(kind, any_other)

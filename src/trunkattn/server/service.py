@@ -20,8 +20,8 @@ from trunkattn.server.forms.trial import FormTrial
 from trunkattn.server.lanes import Lanes, Pause, no_pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.merged_streams import merged
+from trunkattn.server.monitoring.log_lines import request_line
 from trunkattn.server.monitoring.metrics import Metrics, RequestTimes
-from trunkattn.server.monitoring.report import request_line
 from trunkattn.server.options import ServerOptions
 from trunkattn.server.prompts.tokenization import Tokenization
 from trunkattn.server.sampling import SamplingReader

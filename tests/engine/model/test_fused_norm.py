@@ -24,7 +24,7 @@ NORMS = (LlamaRMSNorm, DeepseekV3RMSNorm, Gemma2RMSNorm)
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=60, deadline=None)
-def test_equals_float64(rows: int, width: int, size: float, epsilon: float, seed: int) -> None:
+def test_a_fused_norm_equals_float64(rows: int, width: int, size: float, epsilon: float, seed: int) -> None:
     torch.manual_seed(seed)
     x, weight = size * torch.randn(rows, width), torch.randn(width)
     exact = weight.double() * x.double() / (x.double().square().mean(-1, keepdim=True) + epsilon).sqrt()
@@ -143,7 +143,7 @@ def of_zeros() -> nn.Module:
     return norm
 
 
-def test_other_modules_stay() -> None:
+def test_modules_that_compute_anything_else_stay_as_they_are() -> None:
     kept = [
         nn.LayerNorm(8, bias=False),
         nn.LayerNorm(8),

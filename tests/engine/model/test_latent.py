@@ -120,7 +120,7 @@ def test_shared_prefixes_are_read_once(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits_run(tiny_model: MakeModel, dtype: str) -> None:
+def test_a_latent_model_answers_in_types_of_16_bits(tiny_model: MakeModel, dtype: str) -> None:
     outputs = LLM(tiny_model("deepseek_v2").path, dtype=dtype, num_pages=60).generate(prompts(), GREEDY)
     assert all(len(output.outputs[0].token_ids) == NUM_TOKENS for output in outputs)
 

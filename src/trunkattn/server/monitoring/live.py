@@ -18,7 +18,7 @@ from trunkattn.engine.llm import LLM
 from trunkattn.engine.scheduling.request import Request
 from trunkattn.engine.stats import EngineStats
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.server.engine_loop import EngineLoop, QueueFull
+from trunkattn.server.engine_loop import EngineLoop, ServerFull
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.monitoring.metrics import Metrics
 
@@ -101,11 +101,11 @@ class Live:
             tenant: whose requests are shown; None: all.
 
         Raises:
-            QueueFull: the tenant has too many pages open.
+            ServerFull: the tenant has too many pages open.
         """
         assert self._loop is not None
         if sum(reader.tenant == tenant for reader in self._readers.values()) >= LIMITS.live_pages:
-            raise QueueFull(f"{LIMITS.live_pages} live pages are open", _RETRY_S)
+            raise ServerFull(f"{LIMITS.live_pages} live pages are open", _RETRY_S)
         queue: asyncio.Queue[_Shot | None] = asyncio.Queue(1)
         self._readers[queue] = _Reader(asyncio.get_running_loop(), tenant)
         self._ask(queue, tenant)
