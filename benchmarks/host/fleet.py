@@ -37,7 +37,7 @@ TRACE_REQUESTS = 1000
 SECONDS = 60.0
 
 
-def workloads(trace: Path) -> dict[str, list[LoggedRequest]]:
+def workloads(trace: Path) -> dict[str, Sequence[LoggedRequest]]:
     """Logs by name."""
     return {
         "Mooncake's conversations": read_log(trace).requests[:TRACE_REQUESTS],
@@ -52,7 +52,7 @@ def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, 
     prices = Prices(model_shape(MODEL), card_named(CARD))
     size = EngineSize(cache_pages(Settings(card=CARD, model=MODEL), prices.shape, prices.card))
     workload = Workload.of(requests, size, 256)
-    ceiling = round(ceiling_of([request for request, _ in workload.jobs]).hit_rate, 4)
+    ceiling = round(ceiling_of(workload.requests).hit_rate, 4)
     fleets = [Fleet(REPLICAS, route) for route in ROUTES]
     parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ONE_BY_ONE)]
     tasks = [partial(run_fleet, workload, size, prices, Load(), fleet, clock) for fleet, clock in parts]
@@ -60,7 +60,7 @@ def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, 
     for fleet, shared, one_by_one in zip(fleets, outcomes[::2], outcomes[1::2], strict=True):
         found = asdict(fleet_replay(fleet, shared, one_by_one))
         rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
-        yield {"workload": name, "requests": len(workload.jobs), "ceiling": ceiling, **rounded}
+        yield {"workload": name, "requests": len(workload.requests), "ceiling": ceiling, **rounded}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def read_trace(path: str | PathLike[str]) -> list[LoggedRequest]:
     Raises:
         ValueError: naming the file, the line, and what is wrong with it.
     """
-    return read_log(str(path), format="mooncake", strict=True).requests
+    return list(read_log(str(path), format="mooncake", strict=True).requests)
 
 
 def arrival_ms(request: LoggedRequest) -> int:

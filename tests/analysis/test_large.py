@@ -1,5 +1,8 @@
-"""Large logs: what the benchmark writes is what it says, and block numbers stay apart without a table of all."""
+"""Large logs: what the benchmark writes is what it says, block numbers stay apart without a table of all, and each
+request takes little memory."""
 
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,12 @@ from benchmarks.host.analyze_large import PROMPT_TOKENS, rows, write_log
 from benchmarks.page.common import load
 from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.requests import Requests
+from trunkattn.analysis.simulation.load import Feed, Load, Workload
 from trunkattn.analysis.simulation.sequences import TokenSource
+from trunkattn.analysis.simulation.simulated import EngineSize
+
+NO_BLOCKS = np.zeros(0, np.int64)
 
 
 @pytest.mark.parametrize(("kind", "slack"), [("hashes", 0), ("text", 32)])  # a rendering has words of its own
@@ -43,3 +51,39 @@ def test_blocks_whose_numbers_differ_in_one_half_have_other_tokens() -> None:
     source = TokenSource(requests)
     prompts = [source.tokens(request, 0, 4)[:8].tolist() for request in requests]
     assert prompts == [[1, 0] * 4, [1, 1] * 4, [2, 0] * 4]
+
+
+def test_a_request_takes_a_hundred_bytes_and_those_of_its_blocks(tmp_path: Path) -> None:
+    """Also where requests wait for their times."""
+    count = 1000
+    path = tmp_path / "log.jsonl"
+    write_log(path, "hashes", count)
+    read_log(path)  # which imports what it needs
+    tracemalloc.start()
+    try:
+        log = read_log(path)
+        read = tracemalloc.get_traced_memory()[0]
+        workload = Workload.of(log.requests, EngineSize(10_000), 1)
+        feed = Feed(workload, Load().times(log.requests))
+        waiting = tracemalloc.get_traced_memory()[0] - read
+    finally:
+        tracemalloc.stop()
+    assert feed and len(workload.requests) == count
+    num_blocks = sum(len(request.blocks) for request in log.requests)
+    assert read / count < 120 + 1.2 * 8 * num_blocks / count
+    assert waiting / count < 40
+
+
+def test_requests_come_back_as_they_were_put_in() -> None:
+    given = [
+        LoggedRequest(7, None, 20, None, np.array([3, -4]), 16),
+        LoggedRequest(7, 1.5, 1, 0, np.array([5]), 512, num_answers=3, session="a", turn=2, model="b", part=1),
+        LoggedRequest(9, 0.0, 1 << 40, 1 << 40, np.zeros(0, np.int64), 1, session="b"),
+    ]
+    found = Requests.of(given)
+    for places in ([0, 1, 2], [2, 0]):
+        chosen = found[np.array(places)]
+        assert [request.key for request in chosen[1:]] == [given[place].key for place in places[1:]]
+        for place, request in zip(places, chosen, strict=True):
+            assert replace(request, blocks=NO_BLOCKS) == replace(given[place], blocks=NO_BLOCKS)
+            assert request.blocks.tolist() == given[place].blocks.tolist()

@@ -108,8 +108,7 @@ def test_several_answers_share_their_prompt() -> None:
 
 def test_a_turn_waits_for_the_one_before_it() -> None:
     turns = [LoggedRequest(i + 1, 0.0, 160, 5, np.arange(10) + 100 * i, 16, session="a", turn=i) for i in range(3)]
-    jobs = [(turn, 5) for turn in turns]
-    feed = Feed(jobs, [0.0, 0.1, 0.2])
+    feed = Feed(Workload.of(turns, EngineSize(100), 1), [0.0, 0.1, 0.2])
     _, first = feed.pop()
     assert not feed
     feed.ended(first, 7.5)

@@ -15,7 +15,7 @@ from trunkattn.analysis.records import Analysis, FleetReplay, Log, Replay, Spoil
 from trunkattn.analysis.reports.words import assumptions, beside, overload, verdict
 from trunkattn.analysis.settings import ROUTES, Progress, Settings
 from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
-from trunkattn.analysis.simulation.load import Load, Workload
+from trunkattn.analysis.simulation.load import Load, Workload, has_times
 from trunkattn.analysis.simulation.replay import clocks_of, replay_of, run
 from trunkattn.analysis.simulation.simulated import EngineSize
 from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
@@ -58,7 +58,7 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
     loads = _loads(log, settings)
     whole = setup.workload(log)
     first = whole if settings.max_requests is None else setup.workload(log, settings.max_requests)
-    if not first.jobs:
+    if not first.requests:
         raise ValueError(
             f"{log.source}: none of its {len(log.requests)} requests fits in {plural(setup.size.num_pages, 'page')} of "
             f"{setup.size.page_size} tokens with all of its answers in max_num_seqs={setup.size.max_num_seqs} "
@@ -76,8 +76,8 @@ def analyze(log: Log, settings: Settings, progress: Progress | None = None) -> A
         replays=replays,
         spoilers=spoilers,
         assumptions=[
-            *assumptions(log, setup.prices, setup.size, whole, len(first.jobs)),
-            *beside(spoilers, min(_SPOILED, len(first.jobs)), fleet),
+            *assumptions(log, setup.prices, setup.size, whole, len(first.requests)),
+            *beside(spoilers, min(_SPOILED, len(first.requests)), fleet),
             *overload(replays[0]),
         ],
         verdict=verdict(replays),
@@ -115,8 +115,7 @@ def _loads(log: Log, settings: Settings) -> list[Load]:
     closed = [Load(concurrency) for concurrency in sorted(set(settings.concurrencies))]
     for load in by_time:
         load.times(log.requests)
-    times = {request.arrival for request in log.requests}
-    if settings.as_logged and None not in times and len(times) > 1:
+    if settings.as_logged and has_times(log.requests):
         return [Load(), *by_time, *closed]
     if settings.replicas > 1 and not by_time:
         raise ValueError(
@@ -136,7 +135,7 @@ def _replays(
     """A replay for each load, of the workload in its place."""
     parts = [(place, clock) for place, load in enumerate(loads) for clock in clocks_of(load)]
     tasks = [partial(run, workloads[place], setup.size, setup.prices, loads[place], clock) for place, clock in parts]
-    weights = [len(workloads[place].jobs) for place, _ in parts]
+    weights = [len(workloads[place].requests) for place, _ in parts]
     outcomes = run_all(tasks, weights, progress, _workers(weights))
     done = list(zip(parts, outcomes, strict=True))
     return [
@@ -151,7 +150,7 @@ def _spoilers(setup: Setup, log: Log, load: Load, progress: Progress) -> list[Sp
     if not findings:
         return []
     limit = min(_SPOILED, len(log.requests), setup.settings.max_requests or _SPOILED)
-    logs = [log, *(rewritten(log, finding, limit) for finding in findings[:_REPLAYED])]
+    logs = [log, *(rewritten(_beginning(log, limit), finding, limit) for finding in findings[:_REPLAYED])]
     tasks = [partial(run, setup.workload(each, limit), setup.size, setup.prices, load, SHARED) for each in logs]
     weights = [1.0] * len(tasks)
     say = partial(progress, "replaying without spoilers")
@@ -169,6 +168,13 @@ def _spoilers(setup: Setup, log: Log, load: Load, progress: Progress) -> list[Sp
     return [*gains, *(finding.spoiler for finding in findings[_REPLAYED:])]
 
 
+def _beginning(log: Log, count: int) -> Log:
+    """The first requests of a log, with their texts and contents."""
+    texts = None if log.texts is None else log.texts[:count]
+    contents = None if log.contents is None else log.contents[:count]
+    return replace(log, requests=log.requests[:count], texts=texts, contents=contents)
+
+
 def _fleet(setup: Setup, workload: Workload, load: Load, progress: Callable[[float], None]) -> list[FleetReplay]:
     """A replay on several engines for each way to route."""
     settings = setup.settings
@@ -176,7 +182,7 @@ def _fleet(setup: Setup, workload: Workload, load: Load, progress: Callable[[flo
     fleets = [Fleet(settings.replicas, route, settings.seed) for route in routes]
     parts = [(fleet, clock) for fleet in fleets for clock in (SHARED, ONE_BY_ONE)]
     tasks = [partial(run_fleet, workload, setup.size, setup.prices, load, fleet, clock) for fleet, clock in parts]
-    weights = [float(len(workload.jobs))] * len(tasks)
+    weights = [float(len(workload.requests))] * len(tasks)
     outcomes = run_all(tasks, weights, progress, _workers(weights))
     return [
         fleet_replay(fleet, shared, one_by_one)

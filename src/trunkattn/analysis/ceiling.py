@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.records import Ceiling, LoggedRequest
+from trunkattn.analysis.requests import Blocks, Requests
 from trunkattn.analysis.spoilers.partings import in_prefix_order, num_shared
 
 
@@ -14,9 +15,9 @@ def ceiling_of(requests: Sequence[LoggedRequest]) -> Ceiling:
 
     Blocks of the log are found or missed as a whole. The last block of a prompt counts with the tokens in it.
     """
-    lengths = np.array([request.num_prompt_tokens for request in requests], np.int64)
-    sizes = np.array([request.block_size for request in requests], np.int64)
-    found = np.minimum(_known_blocks([request.blocks for request in requests]) * sizes, lengths)
+    taken = Requests.of(requests)
+    lengths, sizes = taken.rows["num_prompt_tokens"], taken.rows["block_size"]
+    found = np.minimum(_known_blocks(taken.blocks) * sizes, lengths)
     half = len(requests) // 2
     return Ceiling(_share(found, lengths), _share(found[half:], lengths[half:]))
 
@@ -32,7 +33,8 @@ def _known_blocks(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     from the last one of the log to the first, so the neighbours of the removed prompt are all earlier in the log.
     """
     order, count = in_prefix_order(blocks), len(blocks)
-    shared = [num_shared(blocks[order[place]], blocks[order[place + 1]]) for place in range(count - 1)]
+    in_order = Blocks.joined(blocks)[order]
+    shared = [num_shared(in_order[place], in_order[place + 1]) for place in range(count - 1)]
     behind = [0, *shared, 0]  # [place + 1]: blocks that the prompt shares with its successor in the order
     before, after = list(range(-1, count + 1)), list(range(1, count + 3))
     places = np.empty(count, np.int64)

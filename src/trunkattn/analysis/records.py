@@ -90,7 +90,7 @@ class Log:
 
     source: str
     format: str
-    requests: list[LoggedRequest]
+    requests: Sequence[LoggedRequest]
     num_lines: int
     unit: str = "line"
     num_out_of_order: int = 0
@@ -100,7 +100,7 @@ class Log:
     assumptions: list[str] = field(default_factory=list)
     texts: Texts | None = field(default=None, repr=False)
     encode: Callable[[Sequence[str]], list[Encoded]] | None = field(default=None, repr=False)
-    contents: list[NDArray[np.int64]] | None = field(default=None, repr=False)
+    contents: Sequence[NDArray[np.int64]] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
 """The requests of a log as they are read, encoded a batch at a time."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trunkattn.analysis.formats.base import Entry, Hashes, TokenIds
 from trunkattn.analysis.reading.tally import Tally
 from trunkattn.analysis.reading.tokens import Encoder, encode_hashes, encode_tokens
 from trunkattn.analysis.records import Encoded, LoggedRequest, SkippedLine
+from trunkattn.analysis.requests import UNKNOWN, BlocksRead, RequestsRead
 from trunkattn.analysis.texts import Texts
 
 BATCH: Final = 256  # prompts that are tokenized at once
@@ -24,23 +23,20 @@ class Collected:
     Attributes:
         encoder: from texts to token counts and blocks.
         tally: what is left out is counted there.
-        requests: what was taken. A place is an index into this list. Arrivals are on the log's own clock.
-        turns: number in the session, of each place; None: the log does not say.
+        requests: what was taken. A place is an index among them. Arrivals are on the log's own clock, a turn that the
+            log does not say is `UNKNOWN`, and parts are not counted yet.
         texts: of the places that have one.
         contents: block hashes, of the requests that have them.
-        places: of the calls to which a `Repeated` may refer, by number.
-        parts: number of the newest request of each line, from 0.
+        calls: of each place, its number, to which a `Repeated` may refer; `UNKNOWN`: none does.
         tokens_told, tokens_found: prompt tokens by the log's own count, and by the encoder's, where there are both.
     """
 
     encoder: Encoder
     tally: Tally
-    requests: list[LoggedRequest] = field(default_factory=list)
-    turns: list[int | None] = field(default_factory=list)
+    requests: RequestsRead = field(default_factory=RequestsRead)
     texts: Texts = field(default_factory=Texts)
-    contents: list[NDArray[np.int64]] = field(default_factory=list)
-    places: dict[int, int] = field(default_factory=dict)
-    parts: dict[int, int] = field(default_factory=dict)
+    contents: BlocksRead = field(default_factory=BlocksRead)
+    calls: "array[int]" = field(default_factory=lambda: array("q"))
     tokens_told: int = 0
     tokens_found: int = 0
 
@@ -82,13 +78,10 @@ class Collected:
         num_output_tokens = entry.num_output_tokens
         if num_output_tokens is None and entry.answer is not None:
             num_output_tokens = self.encoder.count(entry.answer)
-        self.turns.append(entry.turn)
         if encoded.text is not None:
             self.texts.fill(len(self.requests))
             self.texts.append(encoded.text)
-        if entry.call is not None:
-            self.places[entry.call] = len(self.requests)
-        part = self.parts[entry.line] = self.parts.get(entry.line, -1) + 1
+        self.calls.append(UNKNOWN if entry.call is None else entry.call)
         self.requests.append(
             LoggedRequest(
                 line=entry.line,
@@ -99,7 +92,7 @@ class Collected:
                 block_size=encoded.block_size,
                 num_answers=entry.num_answers,
                 session=entry.session,
+                turn=UNKNOWN if entry.turn is None else entry.turn,
                 model=entry.model,
-                part=part,
             )
         )

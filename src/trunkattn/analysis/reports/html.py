@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import trunkattn.analysis.figures as figures
 from trunkattn.analysis.records import Analysis, Log, Replay, TrieNode
 from trunkattn.analysis.reports import charts, report
+from trunkattn.analysis.requests import Requests
 
 _TEMPLATE: Final = "report.html"
 _TEXT_CHARACTERS: Final = 240  # of a prompt's text in a box
@@ -75,13 +77,13 @@ def _prompts(log: Log) -> Callable[[TrieNode], str]:
     """The text of a node: the part of its request's prompt that begins as far behind as its tokens do."""
     texts = log.texts
     assert texts is not None
-    places = {request.key: place for place, request in enumerate(log.requests)}
+    rows = Requests.of(log.requests).rows
 
     def prompt_of(node: TrieNode) -> str:
-        place = places.get((node.line, node.part))
-        if place is None:
+        places = np.flatnonzero((rows["line"] == node.line) & (rows["part"] == node.part)).tolist()
+        if not places:
             return ""
-        request, text = log.requests[place], texts[place]
+        request, text = log.requests[places[0]], texts[places[0]]
         start = len(text) * node.start // max(1, request.num_prompt_tokens)
         return " ".join(text[start : start + _TEXT_CHARACTERS].split())
 

@@ -81,7 +81,7 @@ def assumptions(log: Log, prices: Prices, size: EngineSize, whole: Workload, num
             f"The engine is too small for {requests}, so the replays have none of that kind: an answer has to fit in "
             f"the KV cache, and all answers to a prompt in {size.max_num_seqs} sequences."
         )
-    if num_first < len(whole.jobs):
+    if num_first < len(whole.requests):
         said.append(f"Replays after the first one take the first {num_first:,} requests.")
     if whole.source.knows_answers:
         said.append("A turn of a session begins with the prompt and the answer before it, and comes after that answer.")

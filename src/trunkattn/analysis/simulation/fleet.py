@@ -117,7 +117,7 @@ def run_fleet(
         ValueError: the load does not suit the log.
     """
     replicas = [Replica(TimedEngine(size, prices, workload.source, clock), Counter()) for _ in range(fleet.replicas)]
-    feed = Feed(workload.jobs, load.times([logged for logged, _ in workload.jobs]))
+    feed = Feed(workload, load.times(workload.requests))
     router, calls, ended = Router(fleet.route, workload, fleet.seed), 0, 0
     while True:
         busy = [replica for replica in replicas if replica.engine.has_work]
@@ -134,7 +134,7 @@ def run_fleet(
             router.choose(replicas, job).add(job, time)
         calls += 1
         if progress is not None and calls % _REPORT_EVERY == 0:
-            progress(ended / max(1, len(workload.jobs)))
+            progress(ended / max(1, len(workload.requests)))
     return [Outcome.of(replica.engine) for replica in replicas]
 
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
+from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.requests import UNKNOWN, Requests
 from trunkattn.analysis.simulation.sequences import TokenSource
 from trunkattn.analysis.simulation.simulated import EngineSize, Job
 
@@ -43,21 +46,26 @@ class Load:
         """
         if self.concurrency is not None:
             return [0.0] * len(requests)
-        logged = [request.arrival for request in requests if request.arrival is not None]
-        has_times = len(logged) == len(requests) and bool(logged) and max(logged) > min(logged)
+        logged = Requests.of(requests).rows["arrival"]
         if self.rate is None:
-            if not has_times:
+            if not has_times(requests):
                 raise ValueError(
                     "the log has no times of arrival that differ: expected a number of requests at a time, or a rate"
                 )
-            return [time - logged[0] for time in logged]
+            return (logged - logged[0]).tolist()  # type: ignore[no-any-return]
         if not 0 < self.rate < float("inf"):
             raise ValueError(f"rate={self.rate!r}: expected a finite number above 0, in requests per second")
-        if has_times:
-            scale = len(logged) / self.rate / (max(logged) - min(logged))
-            return [(time - logged[0]) * scale for time in logged]
+        if has_times(requests):
+            scale = len(logged) / self.rate / (logged.max() - logged.min())
+            return ((logged - logged[0]) * scale).tolist()  # type: ignore[no-any-return]
         gaps = np.random.default_rng(self.seed).exponential(1 / self.rate, len(requests))
         return (np.cumsum(gaps) - gaps[0]).tolist() if len(gaps) else []
+
+
+def has_times(requests: Sequence[LoggedRequest]) -> bool:
+    """Whether requests have times of arrival that differ."""
+    arrivals = Requests.of(requests).rows["arrival"]
+    return bool(len(arrivals)) and bool(arrivals.max() > arrivals.min())  # which is false if one has no time
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,15 @@ class Workload:
     """The requests of a log that an engine can hold.
 
     Attributes:
-        jobs: the log's requests with the lengths of their answers, in order.
+        requests: those of the log, in order.
+        lengths: int64, of their answers, in tokens.
         source: their tokens.
         num_left_out: requests that need more pages than the cache has.
         num_guessed: requests for which the log names no answer length.
     """
 
-    jobs: list[tuple[LoggedRequest, int]]
+    requests: Requests
+    lengths: NDArray[np.int64]
     source: TokenSource
     num_left_out: int
     num_guessed: int
@@ -79,54 +89,101 @@ class Workload:
     @classmethod
     def of(cls, requests: Sequence[LoggedRequest], size: EngineSize, output_tokens: int) -> "Workload":
         """The requests that fit. output_tokens: answer length where the log names none."""
-        lengths = [each.num_output_tokens for each in requests]
-        known = [output_tokens if length is None else max(1, length) for length in lengths]
-        jobs = list(zip(requests, known, strict=True))
-        kept = [(each, tokens) for each, tokens in jobs if size.fits(each, tokens)]
-        guessed = sum(each.num_output_tokens is None for each, _ in kept)
-        return cls(kept, TokenSource([each for each, _ in kept]), len(jobs) - len(kept), guessed)
+        kept = Requests.of(requests)
+        known = kept.rows["num_output_tokens"]
+        lengths = np.where(known == UNKNOWN, output_tokens, np.maximum(1, known))
+        fits = size.fits(kept.rows["num_prompt_tokens"] + lengths, kept.rows["num_answers"])
+        kept = kept if fits.all() else kept[np.flatnonzero(fits)]
+        num_guessed = int((known[fits] == UNKNOWN).sum())
+        return cls(kept, lengths[fits], TokenSource(kept), len(fits) - len(kept), num_guessed)
+
+    @property
+    def jobs(self) -> "Jobs":
+        """The requests with the lengths of their answers."""
+        return Jobs(self.requests, self.lengths)
+
+
+@dataclass(frozen=True)
+class Jobs(Sequence[tuple[LoggedRequest, int]]):
+    """Requests, each with the length of its answers; see `Workload`."""
+
+    requests: Requests
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[LoggedRequest, int]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Jobs": ...
+    def __getitem__(self, place: int | slice) -> "tuple[LoggedRequest, int] | Jobs":
+        if isinstance(place, slice):
+            return Jobs(self.requests[place], self.lengths[place])
+        return self.requests[place], int(self.lengths[place])
 
 
 class Feed:
     """Requests in order of their times. A turn of a session waits until the turn before it has ended."""
 
-    def __init__(self, jobs: Sequence[tuple[LoggedRequest, int]], times: Sequence[float]) -> None:
-        self._jobs, self._times = jobs, times
+    def __init__(self, workload: Workload, times: Sequence[float]) -> None:
+        """Takes a workload and the times of its requests, in seconds."""
+        self._jobs, self._times = workload.jobs, np.array(times, np.float64)
         self._next: dict[int, int] = {}  # number of a turn -> number of the turn after it
-        self.numbers = {request.key: number for number, (request, _) in enumerate(jobs)}
-        last: dict[str, int] = {}
-        for number in sorted(range(len(jobs)), key=lambda number: jobs[number][0].turn):
-            session = jobs[number][0].session
-            if session is not None and session in last:
+        sessions, turns = (workload.requests.rows[name] for name in ("session", "turn"))
+        numbers = np.flatnonzero(sessions != UNKNOWN)
+        last: dict[int, int] = {}
+        for number in numbers[np.argsort(turns[numbers], kind="stable")].tolist():
+            session = int(sessions[number])
+            if session in last:
                 self._next[last[session]] = number
-            if session is not None:
-                last[session] = number
-        followers = set(self._next.values())
-        self._ready = [(times[number], number) for number in range(len(jobs)) if number not in followers]
-        heapify(self._ready)
+            last[session] = number
+        is_first = np.ones(len(self._times), bool)
+        is_first[[*self._next.values()]] = False
+        first = np.flatnonzero(is_first)
+        # Those that wait for no other, in order of their times, and how many have been taken.
+        self._first, self._num_taken = first[np.argsort(self._times[first], kind="stable")], 0
+        self._ready: list[tuple[float, int]] = []  # a heap of the others whose turn before has ended
+        self._running: dict[tuple[int, int], int] = {}  # numbers of those that others may wait for, by key
 
     def __bool__(self) -> bool:
         """Whether a request is ready, now or later."""
-        return bool(self._ready)
+        return bool(self._ready) or self._num_taken < len(self._first)
+
+    @property
+    def _upcoming(self) -> tuple[float, int]:
+        """Time and number of the next request; there must be one."""
+        if self._num_taken == len(self._first):
+            return self._ready[0]
+        number = int(self._first[self._num_taken])
+        one = float(self._times[number]), number
+        return min(one, self._ready[0]) if self._ready else one
 
     @property
     def next_time(self) -> float:
         """Time of the next request; infinity if none is ready."""
-        return self._ready[0][0] if self._ready else inf
+        return self._upcoming[0] if self else inf
 
     @property
     def next_answers(self) -> int:
         """Answers of the next request."""
-        return self._jobs[self._ready[0][1]][0].num_answers
+        return int(self._jobs.requests.rows["num_answers"][self._upcoming[1]])
 
     def pop(self) -> tuple[float, Job]:
         """The next request, and when it comes."""
-        time, number = heappop(self._ready)
+        time, number = self._upcoming
+        if self._ready and self._ready[0] == (time, number):
+            heappop(self._ready)
+        else:
+            self._num_taken += 1
         logged, num_output_tokens = self._jobs[number]
+        if number in self._next:
+            self._running[logged.key] = number
         return time, Job(logged, num_output_tokens)
 
     def ended(self, job: Job, time: float) -> None:
         """Lets the turn after a finished request begin: now, or at its own time if that is later."""
-        follower = self._next.get(self.numbers[job.logged.key])
-        if follower is not None:
-            heappush(self._ready, (max(time, self._times[follower]), follower))
+        number = self._running.pop(job.logged.key, None)
+        if number is not None:
+            follower = self._next[number]
+            heappush(self._ready, (max(time, float(self._times[follower])), follower))

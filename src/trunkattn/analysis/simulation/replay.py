@@ -130,10 +130,10 @@ def run(
     """The outcome of one engine. clock: the clock that arrivals follow. Other arguments and errors are those of
     `replay`."""
     if load.concurrency is not None:
-        answers = max((logged.num_answers for logged, _ in workload.jobs), default=1)
+        answers = int(workload.requests.rows["num_answers"].max(initial=1))
         size = replace(size, max_num_seqs=max(load.concurrency, answers))
     engine = TimedEngine(size, prices, workload.source, clock)
-    feed = Feed(workload.jobs, load.times([logged for logged, _ in workload.jobs]))
+    feed = Feed(workload, load.times(workload.requests))
     unfinished = calls = 0
     while feed or engine.has_work:
         if load.concurrency is None:
@@ -150,7 +150,7 @@ def run(
             feed.ended(job, engine.time)
         calls += 1
         if progress is not None and calls % _REPORT_EVERY == 0:
-            progress(engine.answers.num_requests / max(1, len(workload.jobs)))
+            progress(engine.answers.num_requests / max(1, len(workload.requests)))
     if progress is not None:
         progress(1.0)
     return Outcome.of(engine)

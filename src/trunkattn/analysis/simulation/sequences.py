@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.records import LoggedRequest
+from trunkattn.analysis.requests import UNKNOWN, Requests
 from trunkattn.numerics import MAX_INT32
 
 
@@ -53,15 +54,16 @@ class TokenSource:
 
     def __init__(self, requests: Sequence[LoggedRequest]) -> None:
         """Reads the sessions of a log. Nothing is copied."""
-        self._next: dict[tuple[int, int], LoggedRequest] = {}  # key -> the turn that follows
+        self._requests = Requests.of(requests)
+        self._next: dict[tuple[int, int], int] = {}  # key -> place of the turn that follows
         self._heads: dict[int, tuple[int, int]] = {}  # block -> the block that begins it, and how many tokens of it
-        sessions: dict[str, list[LoggedRequest]] = {}
-        for request in requests:
-            if request.session is not None:
-                sessions.setdefault(request.session, []).append(request)
-        for turns in sessions.values():
-            for earlier, later in pairwise(sorted(turns, key=lambda request: request.turn)):
-                self._link(earlier, later)
+        sessions: dict[int, list[int]] = {}
+        of_session, turns = (self._requests.rows[name] for name in ("session", "turn"))
+        for place in np.flatnonzero(of_session != UNKNOWN).tolist():
+            sessions.setdefault(int(of_session[place]), []).append(place)
+        for places in sessions.values():
+            for earlier, later in pairwise(sorted(places, key=turns.__getitem__)):
+                self._link(self._requests[earlier], self._requests[later], later)
 
     @property
     def knows_answers(self) -> bool:
@@ -74,7 +76,7 @@ class TokenSource:
         answer = np.full(max_tokens, -1 - number % MAX_INT32, np.int32)
         later = self._next.get(request.key)
         if later is not None:
-            known = self._prompt(later)[len(prompt) : len(prompt) + max_tokens]
+            known = self._prompt(self._requests[later])[len(prompt) : len(prompt) + max_tokens]
             answer[: len(known)] = known
         return array("i", np.concatenate((prompt, answer)).tobytes())
 
@@ -88,12 +90,12 @@ class TokenSource:
                     tokens[start : start + count] = _spelled(np.array([block]), count)
         return tokens
 
-    def _link(self, earlier: LoggedRequest, later: LoggedRequest) -> None:
+    def _link(self, earlier: LoggedRequest, later: LoggedRequest, place: int) -> None:
         full, rest = divmod(earlier.num_prompt_tokens, earlier.block_size)
         longer = later.num_prompt_tokens > earlier.num_prompt_tokens and later.block_size == earlier.block_size
         if not longer or not np.array_equal(earlier.blocks[:full], later.blocks[:full]):
             return
-        self._next[earlier.key] = later
+        self._next[earlier.key] = place
         if rest:
             before, after = int(earlier.blocks[full]), int(later.blocks[full])
             if before != after:

@@ -40,10 +40,11 @@ class EngineSize:
     enable_prefix_caching: bool = True
     keys_per_token: int | None = None
 
-    def fits(self, request: LoggedRequest, num_output_tokens: int) -> bool:
-        """Whether each of the request's answers can be generated at all."""
-        pages = -(-(request.num_prompt_tokens + num_output_tokens) // self.page_size)
-        return pages <= self.num_pages and request.num_answers <= self.max_num_seqs
+    def fits(self, num_tokens: NDArray[np.int64], num_answers: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether answers can be generated at all, by numbers of tokens, of a prompt with an answer, and of answers to
+        it."""
+        pages = -(-num_tokens // self.page_size)
+        return (pages <= self.num_pages) & (num_answers <= self.max_num_seqs)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import Log, Spoiler
+from trunkattn.analysis.requests import Requests
 from trunkattn.analysis.spoilers.partings import Parting, partings
 
 MAX_VARYING: Final = 256  # the longest varying part, in tokens; two blocks if those are longer
@@ -48,7 +49,7 @@ def find_in_blocks(log: Log, least: int) -> list[BlockFinding]:
     assert log.contents is not None
     found = []
     claimed = np.zeros(len(log.requests), dtype=np.int64)
-    for parting in partings([request.blocks for request in log.requests], least):
+    for parting in partings(Requests.of(log.requests).blocks, least):
         free = claimed[parting.members] <= parting.depth
         one = _at(log, log.contents, Parting(parting.depth, parting.members[free], parting.children[free]), least)
         if one is not None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.analysis.requests import Blocks
+
 
 class Parting(NamedTuple):
     """Prompts that share their first blocks but not the next one.
@@ -32,14 +34,21 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
         least: the number of prompts.
     """
     order = in_prefix_order(blocks)
+    in_order = Blocks.joined(blocks)[order]
+    lengths = in_order.ends - in_order.starts
     found = []
     stack: list[tuple[int, int, list[int]]] = []  # shared blocks, first prompt, and where a new child begins
     for place in range(1, len(order) + 1):
-        shared = num_shared(blocks[order[place - 1]], blocks[order[place]]) if place < len(order) else -1
+        shared = num_shared(in_order[place - 1], in_order[place]) if place < len(order) else -1
         start = place - 1
         while stack and stack[-1][0] > shared:
             depth, start, splits = stack.pop()
-            parting = _parting(depth, order[start:place], [split - start for split in splits], blocks)
+            if place - start < least:
+                continue
+            children = np.zeros(place - start, np.int64)
+            children[np.array(splits) - start] = 1
+            goes_on = lengths[start:place] > depth
+            parting = Parting(depth, order[start:place][goes_on], np.cumsum(children)[goes_on])
             if num_leaving(parting) >= least:
                 found.append(parting)
         if stack and stack[-1][0] == shared:
@@ -49,10 +58,10 @@ def partings(blocks: Sequence[NDArray[np.int64]], least: int) -> list[Parting]:
     return sorted(found, key=lambda parting: parting.depth)
 
 
-def in_prefix_order(blocks: Sequence[NDArray[np.int64]]) -> list[int]:
+def in_prefix_order(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Positions of the prompts in an order in which prompts with equal beginnings are neighbours."""
     keys = [some.tobytes() for some in blocks]
-    return sorted(range(len(blocks)), key=keys.__getitem__)
+    return np.array(sorted(range(len(blocks)), key=keys.__getitem__), np.int64)
 
 
 def num_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
@@ -60,13 +69,6 @@ def num_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def _parting(depth: int, order: list[int], splits: list[int], blocks: Sequence[NDArray[np.int64]]) -> Parting:
-    children = np.zeros(len(order), dtype=np.int64)
-    children[splits] = 1
-    goes_on = np.array([len(blocks[position]) > depth for position in order])
-    return Parting(depth, np.array(order)[goes_on], np.cumsum(children)[goes_on])
 
 
 def num_leaving(parting: Parting) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.analysis.records import Log, Spoiler
+from trunkattn.analysis.requests import Requests
 from trunkattn.analysis.settings import Progress
 from trunkattn.analysis.spoilers.alignment import MIN_SHARED, Field, Span, fields_of, groups_of, moved, spans_in
 from trunkattn.analysis.spoilers.block_spoilers import BlockFinding, find_in_blocks, without_blocks
@@ -71,7 +72,7 @@ def find_spoilers(log: Log, progress: Progress | None = None) -> list[Finding]:
     found: list[Finding] = []
     if log.texts is not None:
         search = _Search(log, log.texts, least, np.zeros(len(log.requests), dtype=np.int64))
-        places = partings([request.blocks for request in log.requests], least)
+        places = partings(Requests.of(log.requests).blocks, least)
         for number, parting in enumerate(places):
             found += search.at(parting)
             if progress is not None:
