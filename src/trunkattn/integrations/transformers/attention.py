@@ -44,7 +44,7 @@ def attend(
     Raises:
         ValueError, TypeError: an option asks for what `flash_attention` does not have, or `tree` is none.
     """
-    _refuse(options)
+    refuse(**options)
     if tree is not None:
         check_is_tree(tree)
     causal = _is_causal(module, attention_mask, options.get("is_causal"))
@@ -287,8 +287,8 @@ def _one(out: Any) -> torch.Tensor:
     return out
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """Raises for options that this attention does not have."""
+def refuse(**options: Any) -> None:
+    """Raises ValueError for options that this attention does not have."""
     if options.get("dropout"):
         raise ValueError(f"dropout={options['dropout']}: expected 0, as attention here has none; set attention_dropout")
     asked = sorted(name for name in _ABSENT if options.get(name) is not None and options[name] is not False)
