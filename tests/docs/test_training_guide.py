@@ -1,0 +1,47 @@
+"""The guide's table of who computes which pass of training is what the table of kernels says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from trunkattn.gpu.cards import ASSUMED
+from trunkattn.gpu.kernel import Work, choose
+from trunkattn.training import spec
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "training.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (\d+) to (\d+) \| (any|one|several) \| (\w+) \| (\w+) \|$", GUIDE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def without_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "fa4_version", str)
+
+
+def who_computes(head_dims: tuple[int, int], is_grouped: bool) -> tuple[str, str]:
+    """The forward and the backward pass on Hopper."""
+    config = spec.TrainingConfig(head_dims[0], torch.bfloat16, head_dims[1], is_grouped=is_grouped)
+    if choose(Work.BATCH, config, ASSUMED).kernel is not None:
+        return "cuDNN", "cuDNN"
+    names = [choose(work, config, ASSUMED).kernel for work in (Work.FORWARD, Work.BACKWARD)]
+    forward, backward = ("cuDNN" if kernel and kernel.name.startswith("cuDNN") else "ours" for kernel in names)
+    return forward, backward
+
+
+def test_every_head_dim_is_in_the_table_and_goes_where_it_says() -> None:
+    said = {
+        (head_dim, is_grouped): (forward, backward)
+        for first, last, heads, forward, backward in ROWS
+        for head_dim in range(int(first), int(last) + 1, 8)
+        for is_grouped in (False, True)
+        if heads in ("any", "several" if is_grouped else "one")
+    }
+    found = {(each, grouped): who_computes((each, each), grouped) for each in range(8, 257, 8) for grouped in (0, 1)}
+    assert said == found
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_keys_of_192_with_values_of_128_go_to_cudnn(is_grouped: bool) -> None:
+    assert "Keys of 192 with values of 128 go to cuDNN" in GUIDE
+    assert who_computes((192, 128), is_grouped) == ("cuDNN", "cuDNN")
