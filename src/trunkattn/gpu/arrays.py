@@ -174,8 +174,10 @@ class Arrays:
             launches.append(self._order.merge(num_merges))
         chunks = None
         if lists.chunks:
-            chunks = self._chunks_of_size(lists.chunks, geometry, lists.num_overlapped > 0)
-            launches.insert(0, self._order.chunks(chunks.num_ctas, lists.num_overlapped > 0))
+            overlapped = lists.num_overlapped > 0
+            chunks = self._chunks_of_size(lists.chunks, geometry, overlapped)
+            order = self._order
+            launches.insert(0, order.chunks_and_decodes() if overlapped else order.chunks(chunks.num_ctas))
         sizes = {name: aligned(array.size) for name, array in host.items()}
         flat = torch.empty(counted(sum(sizes.values())), dtype=torch.int32, device=self._device)
         return self._plan(flat, sizes, launches, geometry, chunks)
@@ -198,10 +200,11 @@ class Arrays:
             "segments": SEGMENT_COLUMNS * limits.segments,
         }
         sizes = {name: aligned(size) for name, size in sizes.items()}
-        launches, chunks = [*self._order.decodes(), self._order.merge()], None
+        order, chunks = self._order, None
+        launches = [*order.reserved_decodes(), order.merge()]
         if chunk_limits:
             chunks = self._reserve_chunks(chunk_limits, geometry)
-            launches.insert(0, self._order.chunks(chunks.num_ctas, self._kernels.both is not None))
+            launches.insert(0, order.chunks_and_decodes() if self._kernels.both else order.chunks(chunks.num_ctas))
         flat = counted_zeros((sum(sizes.values()),), torch.int32, self._device)
         summary = torch.zeros(3, dtype=torch.int64, device=self._device)
         return self._plan(flat, sizes, launches, geometry, chunks, summary)

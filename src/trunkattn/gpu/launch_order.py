@@ -42,28 +42,30 @@ class LaunchOrder:
     def __init__(self, kernels: Kernels, card: Card, streams: bool) -> None:
         self._kernels, self._card, self._streams = kernels, card, streams
 
-    def decodes(
-        self, counts: NDArray[np.int32] | None = None, num_kv_heads: int = 1, merge_early: bool = False
-    ) -> list[Launch]:
-        """The launches of rows of tiles. counts: items of each bucket, and an empty bucket gets no launch; None: the
-        numbers are unknown, and each launch fills the device."""
-        if counts is None:
-            return [self._decode(buckets) for buckets in self._groups()]
+    def reserved_decodes(self) -> list[Launch]:
+        """The launches of rows of tiles in a plan of fixed size. The numbers of items are unknown, so each launch fills
+        the device."""
+        return [self._reserved_decode(buckets) for buckets in self._reserved_groups()]
+
+    def decodes(self, counts: NDArray[np.int32], num_kv_heads: int, merge_early: bool) -> list[Launch]:
+        """The launches of rows of tiles whose numbers are known. counts: items of each bucket; an empty bucket gets no
+        launch."""
         items = counts.tolist()
-        sums = {buckets: sum(items[bucket] for bucket in buckets) for buckets in self._groups_of(items, merge_early)}
+        sums = {buckets: sum(items[bucket] for bucket in buckets) for buckets in self._groups(items, merge_early)}
         return [self._decode(buckets, num * num_kv_heads) for buckets, num in sums.items() if num]
 
-    def _decode(self, buckets: tuple[int, ...], num_ctas: int | None = None) -> Launch:
-        """The launch of some buckets. num_ctas: size of its grid; None: it fills the device."""
+    def _decode(self, buckets: tuple[int, ...], num_ctas: int, spread: bool = False) -> Launch:
+        """The launch of some buckets. num_ctas: size of its grid."""
+        tiles = self._kernels.tiles
+        kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else tiles[buckets[0]].kernel
+        return Launch(kernel, kernel_named(kernel).work, num_ctas, buckets, spread)
+
+    def _reserved_decode(self, buckets: tuple[int, ...]) -> Launch:
+        """The launch of some buckets that fills the device."""
         tiles, num_sms = self._kernels.tiles, self._card.num_sms
-        lowest = tiles[buckets[0] % len(tiles)]
-        kernel = PORTABLE_DECODE if buckets[-1] >= len(tiles) else lowest.kernel
-        work = kernel_named(kernel).work
-        if num_ctas is not None:
-            return Launch(kernel, work, num_ctas, buckets)
         if buckets == (0,) and self._queues:
-            return Launch(kernel, work, num_sms * lowest.queued_per_sm, buckets)
-        return Launch(kernel, work, num_sms * lowest.ctas_per_sm, buckets, spread=True)
+            return self._decode(buckets, num_sms * tiles[0].queued_per_sm)
+        return self._decode(buckets, num_sms * tiles[buckets[0]].ctas_per_sm, spread=True)
 
     @property
     def _queues(self) -> bool:
@@ -71,7 +73,7 @@ class LaunchOrder:
         lowest, *taller = self._kernels.tiles
         return lowest.queued_per_sm > 0 and all(tile.one_launch for tile in taller)
 
-    def _groups(self) -> list[tuple[int, ...]]:
+    def _reserved_groups(self) -> list[tuple[int, ...]]:
         """The buckets of each launch of a plan of fixed size: first of all tiles that share a launch, then of each
         other tile, tall ones first. In the lowest tile, items that merge are launched with those that do not."""
         tiles = self._kernels.tiles
@@ -81,7 +83,7 @@ class LaunchOrder:
             groups[0] = (0, len(tiles))
         return [*([together] if together else []), *reversed(groups)]
 
-    def _groups_of(self, counts: list[int], merge_early: bool) -> list[tuple[int, ...]]:
+    def _groups(self, counts: list[int], merge_early: bool) -> list[tuple[int, ...]]:
         """The buckets of each launch of a plan whose items are known: one launch per bucket, tall tiles first, then the
         buckets that merge. A launch of a few long items would idle the card, so the two buckets of the lowest tile
         share one where possible."""
@@ -98,10 +100,12 @@ class LaunchOrder:
         most = self._card.num_sms * self._kernels.merge_tile.ctas_per_sm
         return Launch(self._kernels.merge.name, Work.MERGE, most if num_tasks is None else min(num_tasks, most))
 
-    def chunks(self, num_ctas: int, overlapped: bool) -> Launch:
-        """The launch of prompt chunks. num_ctas: size of its grid, unless decodes overlap."""
-        if overlapped:
-            assert self._kernels.both
-            return Launch(self._kernels.both.name, Work.BOTH, self._card.num_sms)
+    def chunks(self, num_ctas: int) -> Launch:
+        """The launch of prompt chunks. num_ctas: size of its grid."""
         assert self._kernels.prefill and self._kernels.prefill.kernel
         return Launch(self._kernels.prefill.kernel.name, Work.PREFILL, num_ctas)
+
+    def chunks_and_decodes(self) -> Launch:
+        """The launch of prompt chunks and of the decodes that overlap them."""
+        assert self._kernels.both
+        return Launch(self._kernels.both.name, Work.BOTH, self._card.num_sms)
