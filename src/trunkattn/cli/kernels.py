@@ -75,4 +75,6 @@ def _kernels(name: str, config: AttentionConfig, card: Card, table: tuple[Kernel
 
 
 def _named(choice: Choice) -> str:
-    return "fast" if choice.is_fast else ": ".join(["portable", *([", ".join(choice.reasons)] * bool(choice.reasons))])
+    if choice.is_fast:
+        return "fast"
+    return f"portable: {', '.join(choice.reasons)}" if choice.reasons else "portable"
