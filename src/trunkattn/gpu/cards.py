@@ -158,6 +158,11 @@ class Card:
         return [] if is_hopper else [f"compute capability {major}.{minor}: the fast kernels are for 9.0"]
 
     @property
+    def why_hopper_untimed(self) -> list[str]:
+        """Why the times of the Hopper kernels for decodes do not hold on the card; empty if they do."""
+        return [] if self.model.runs_hopper_kernels else [f"the fast kernel was not timed on {self.model.name}"]
+
+    @property
     def description(self) -> str:
         """The card's name, and what is assumed if it was not measured."""
         name = self.model.name

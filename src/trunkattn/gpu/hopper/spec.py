@@ -173,10 +173,8 @@ def source_of(kv_itemsize: int, page_size: int) -> Source:
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
     """Returns why the kernel for decodes does not compute an attention on a card. The list is empty if it does."""
-    if reasons := card.why_not_hopper or _decode_misfits(config):
+    if reasons := card.why_not_hopper or _decode_misfits(config) or card.why_hopper_untimed:
         return reasons
-    if not card.model.runs_hopper_kernels:
-        return [f"the fast kernel was not timed on {card.model.name}"]
     if not card.model.pads_heads and config.head_dim in PADDED_HEAD_DIMS:
         return [f"head_dim {config.head_dim}: the fast kernel is slower for some batches on {card.model.name}"]
     return []

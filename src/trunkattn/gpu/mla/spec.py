@@ -13,8 +13,9 @@ import torch
 
 from trunkattn.config import AttentionConfig
 from trunkattn.dtypes import dtype_name
-from trunkattn.gpu.cards import E4M3_NEEDS, Card
+from trunkattn.gpu.cards import Card
 from trunkattn.gpu.layer import Geometry, Tensors, why_not_by_tma
+from trunkattn.gpu.portable.spec import refuses_card
 from trunkattn.gpu.tiles import GpuTile
 
 MODULE: Final = "trunkattn.gpu.mla"
@@ -68,10 +69,8 @@ def _fewest_groups(config: AttentionConfig, rows: int) -> int:
 
 def refuses_decode(config: AttentionConfig, card: Card) -> list[str]:
     """Returns why the Hopper kernel does not compute a latent attention on a card. The list is empty if it does."""
-    if reasons := card.why_not_hopper:
+    if reasons := card.why_not_hopper or card.why_hopper_untimed:
         return reasons
-    if not card.model.runs_hopper_kernels:
-        return [f"the fast kernel was not timed on {card.model.name}"]
     if config.latent_dim is None:
         return [_READS_LATENT]
     latent, rope = config.latent_dim, config.head_dim - config.latent_dim
@@ -111,9 +110,7 @@ def refuses_portable(config: AttentionConfig, card: Card) -> list[str]:
     """Returns why the portable kernel does not compute a latent attention on a card. The list is empty if it does."""
     if config.latent_dim is None:
         return [_READS_LATENT]
-    reasons = card.why_too_old
-    if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
-        reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
+    reasons = refuses_card(config, card)
     if config.value_dim > LATENT_DIM:
         reasons.append(f"latent_dim={config.latent_dim}: expected at most {LATENT_DIM}; use the CPU")
     if config.head_dim - config.value_dim > ROPE_DIM:

@@ -93,14 +93,21 @@ _NARROWEST: Final = 16  # the fewest dims of a slice; a sector of memory holds 8
 _SLICED: Final = 256  # the most heads that are sliced: with more, one task per head occupies the card
 
 
-def refuses(config: AttentionConfig, card: Card) -> list[str]:
-    """Returns why the kernels for decodes and for prompt chunks do not compute an attention on a card. The reason is
-    empty if they do."""
-    if config.latent_dim is not None:
-        return [READS_NO_LATENT]
+def refuses_card(config: AttentionConfig, card: Card) -> list[str]:
+    """Returns why a card runs no kernel of Triton, or none that reads the attention's cache. The list is empty if it
+    does."""
     reasons = card.why_too_old
     if config.cache_dtype == torch.float8_e4m3fn and not card.has_e4m3:
         reasons.append(f"kv_dtype={config.cache_dtype}: {E4M3_NEEDS}")
+    return reasons
+
+
+def refuses(config: AttentionConfig, card: Card) -> list[str]:
+    """Returns why the kernels for decodes and for prompt chunks do not compute an attention on a card. The list is
+    empty if they do."""
+    if config.latent_dim is not None:
+        return [READS_NO_LATENT]
+    reasons = refuses_card(config, card)
     width = _width(config)
     if width > _MAX_HEAD_DIM:
         reasons.append(f"head_dim {width}: expected at most {_MAX_HEAD_DIM}; use the CPU")
