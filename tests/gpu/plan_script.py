@@ -52,7 +52,7 @@ class Listener(event.Listener):
 def plan_on_host(facts: GpuFacts, batch_invariant: bool) -> None:
     """Decodes, prompts, both, and neither."""
     for config, capacity in product(CONFIGS, CAPACITIES):
-        executor = GpuBackend(replace(config, batch_invariant=batch_invariant), CPU, capacity, facts=facts)
+        backend = GpuBackend(replace(config, batch_invariant=batch_invariant), CPU, capacity, facts=facts)
         for seed, most in product(range(6), (1, 40, 200)):
             rng = np.random.default_rng(seed)
             batch = random_forest(rng, page_size=config.page_size, max_query_len=most)
@@ -62,7 +62,7 @@ def plan_on_host(facts: GpuFacts, batch_invariant: bool) -> None:
             window = int(rng.choice([50, UNLIMITED]))
             num_pages = None if seed % 2 else 10**6
             checked = check_step(StepInputs(*tables, None, num_pages), config.page_size, capacity, CPU)
-            executor.plan(StepTables(*checked[:3], window)).stats()
+            backend.plan(StepTables(*checked[:3], window)).stats()
 
 
 def plan_beside_chunks() -> None:
@@ -70,14 +70,14 @@ def plan_beside_chunks() -> None:
     for module in (planner, prompt_chunks):
         module.launch = lambda kernel, grid: lambda *arguments, **options: None  # type: ignore[attr-defined]
     capacity = Capacity(8, 8, 256, 500, max_query_len=1, max_chunk_tokens=8192)
-    executor = GpuBackend(PLAIN, CPU, capacity, facts=GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
+    backend = GpuBackend(PLAIN, CPU, capacity, facts=GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20))
     table = torch.zeros(3, 256, dtype=torch.int32)
     lens, starts = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([9, 4000, 30], [0, 1, 3001, 3021]))
     listed = PromptChunks(1, starts[1:].diff(), lens[1:], 8000)
-    executor.overlaps(listed)
+    backend.overlaps(listed)
     for window in (UNLIMITED, 100):
-        step = executor.plan_on_device((table[:1], lens[:1], starts[:2]), window)
-        executor.plan_on_device((table, lens, starts), window, step, listed)
+        step = backend.plan_on_device((table[:1], lens[:1], starts[:2]), window)
+        backend.plan_on_device((table, lens, starts), window, step, listed)
 
 
 def main(what: str, *arguments: str) -> None:

@@ -1,78 +1,35 @@
 """`GpuBackend` as a whole without a GPU: Triton's interpreter runs its kernels on CPU tensors, on a made-up card."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.workloads import PagedBatch, parse_tree, tree_batch
-from trunkattn import AttentionConfig, Capacity
+from benchmarks.workloads import parse_tree, tree_batch
+from trunkattn import Capacity
 from trunkattn.gpu.attention import GpuBackend
-from trunkattn.layer_inputs import LayerInputs
-from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
-from trunkattn.reference import paged_attention
 
-from .guarded_loads import guarded_loads
+from .backend_cases import CONFIG, caches, expected, plan, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pretended_gpu")]
 
-CONFIG = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, dtype=torch.float32)
 TREE = tree_batch(parse_tree("1,2,9_48,32,21"), 16, row_seed=0, page_seed=1)
-
-
-@pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=8, minor=0, L2_cache_size=50 << 20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-
-
-def caches(batch: PagedBatch, config: AttentionConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch.num_pages + 2, config.page_size, config.num_kv_heads)
-    k, v = (torch.randn(*shape, dim, generator=generator) for dim in (config.head_dim, config.value_dim))
-    k[batch.num_pages :], v[batch.num_pages :] = math.nan, math.nan
-    return k, v
-
-
-def plan(executor: GpuBackend, batch: PagedBatch, rows: list[int] | None = None, window: int = UNLIMITED) -> Any:
-    rows = list(range(len(batch.seq_lens))) if rows is None else rows
-    starts = np.append(0, np.cumsum(batch.query_lens[rows])).astype(np.int32)
-    return executor.plan(StepTables(batch.block_table[rows], batch.seq_lens[rows], starts, window))
-
-
-def run(
-    executor: GpuBackend, step: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (len(q), executor.config.num_qo_heads, executor.config.value_dim)
-    out = options.pop("out", torch.full(shape, math.nan))
-    inputs = dict.fromkeys(("q_scale", "k_scale", "v_scale", "sinks")) | options
-    layer = LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **inputs)
-    with guarded_loads():
-        return out, executor.run(step, layer, out)
-
-
-def expected(batch: PagedBatch, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:
-    arrays = (torch.from_numpy(array) for array in (batch.block_table, batch.seq_lens, batch.query_start_loc))
-    return paged_attention(q, *kv, *arrays, **options)
 
 
 @pytest.mark.parametrize("policy", ["auto", "pat", "per_query"])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_batch_of_decodes_and_chunks_equals_the_oracle(policy: str, window: int | None) -> None:
     batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 7, 1, 1, 2, 1], np.int32))
-    executor = GpuBackend(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
-    step = plan(executor, batch, window=UNLIMITED if window is None else window)
+    backend = GpuBackend(replace(CONFIG, policy=policy, sinks=True), torch.device("cpu"))
+    step = plan(backend, batch, window=UNLIMITED if window is None else window)
     step.check()
     q, kv, sinks = torch.randn(step.num_query_tokens, 4, 32), caches(batch, CONFIG), torch.randn(4)
-    out, lse = run(executor, step, q, kv, sinks=sinks)
+    out, lse = run(backend, step, q, kv, sinks=sinks)
     want, want_lse = expected(batch, q, kv, sliding_window=window, sinks=sinks)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
@@ -81,47 +38,47 @@ def test_a_batch_of_decodes_and_chunks_equals_the_oracle(policy: str, window: in
 @pytest.mark.parametrize("policy", ["auto", "pat"])
 @pytest.mark.parametrize("execution", ["streams"])
 def test_every_execution_equals_the_oracle(policy: str, execution: str) -> None:
-    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
+    backend = GpuBackend(replace(CONFIG, policy=policy, execution=execution, sinks=True), torch.device("cpu"))
     for tree in ("1,2,9_48,32,21", "1_300"):  # the second is cut into parts, which are merged
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
-        step, kv, sinks = plan(executor, batch), caches(batch, CONFIG), torch.randn(4)
+        step, kv, sinks = plan(backend, batch), caches(batch, CONFIG), torch.randn(4)
         step.check()
         q = torch.randn(len(batch.seq_lens), 4, 32)
         for _ in range(2):  # the second run finds the counters as the first found them
-            out, lse = run(executor, step, q, kv, sinks=sinks)
+            out, lse = run(backend, step, q, kv, sinks=sinks)
             want, want_lse = expected(batch, q, kv, sinks=sinks)
             torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
             torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
 
 
 def test_scales_multiply_queries_keys_and_values() -> None:
-    executor = GpuBackend(CONFIG, torch.device("cpu"))
-    step, q, (k, v) = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    backend = GpuBackend(CONFIG, torch.device("cpu"))
+    step, q, (k, v) = plan(backend, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
     k_scale, v_scale = torch.tensor([0.5, 2.0]), torch.tensor(3.0)
-    out, _ = run(executor, step, q, (k, v), q_scale=0.25, k_scale=k_scale, v_scale=v_scale)
+    out, _ = run(backend, step, q, (k, v), q_scale=0.25, k_scale=k_scale, v_scale=v_scale)
     want, _ = expected(TREE, q * 0.25, (k * k_scale[:, None], v * 3))
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
 
 
 def test_q_and_out_may_have_any_strides() -> None:
     """Also of an output that was made in inference mode."""
-    executor = GpuBackend(CONFIG, torch.device("cpu"))
-    step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    backend = GpuBackend(CONFIG, torch.device("cpu"))
+    step, q, kv = plan(backend, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
     strided = q.transpose(0, 2).contiguous().transpose(0, 2)
     with torch.inference_mode():
         out = torch.full_like(strided, math.nan)
     assert strided.stride(2) != 1 and out.stride(2) != 1
-    run(executor, step, strided, kv, out=out)
+    run(backend, step, strided, kv, out=out)
     torch.testing.assert_close(out.double(), expected(TREE, q, kv)[0], rtol=0, atol=1e-5)
 
 
 def test_heads_farther_apart_than_32_bits_count() -> None:
     """Memory that nothing is written to is only promised, and takes no room."""
     config = replace(CONFIG, dtype=torch.float16)
-    executor = GpuBackend(config, torch.device("cpu"))
+    backend = GpuBackend(config, torch.device("cpu"))
     q, kv = torch.randn(9, 4, 32).half(), tuple(cache.half() for cache in caches(TREE, config))
     far, out = (torch.empty(3 * 2**30 + 512, dtype=torch.float16).as_strided(q.shape, (32, 2**30, 1)) for _ in "qo")
-    run(executor, plan(executor, TREE), far.copy_(q), kv, out=out)
+    run(backend, plan(backend, TREE), far.copy_(q), kv, out=out)
     want = expected(TREE, q.float(), tuple(cache.float() for cache in kv))[0]
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
 
@@ -140,10 +97,10 @@ def test_pages_and_tokens_farther_apart_than_32_bits_count(merges_apart: bool, s
         cache[70_000:] = near
     q, tokens = torch.randn(50, 8, 32).half(), (60 << 20, 32, 1)
     far_q, out = (memory.as_strided(q.shape, tokens, begin) for begin in (0, 256))
-    executor = GpuBackend(config, torch.device("cpu"), Capacity(9, 50, 7, 70_100) if merges_apart else None)
-    step = plan(executor, replace(batch, block_table=batch.block_table + 70_000))
+    backend = GpuBackend(config, torch.device("cpu"), Capacity(9, 50, 7, 70_100) if merges_apart else None)
+    step = plan(backend, replace(batch, block_table=batch.block_table + 70_000))
     assert step.num_chunks == 1 and (len(step.tiles.tile_list().merge_queries) > 0) == merges_apart
-    run(executor, step, far_q.copy_(q), far, out=out)
+    run(backend, step, far_q.copy_(q), far, out=out)
     want = expected(batch, q.float(), tuple(cache.float() for cache in kv))[0]
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
 
@@ -164,12 +121,12 @@ def test_a_batch_invariant_request_is_cut_alike_in_any_batch() -> None:
     """The same pieces, blocks and order of merging in one kind of tile; tests/on_gpu compares the bits, on a card."""
     config = replace(CONFIG, batch_invariant=True)
     batch = tree_batch(parse_tree("1,2,6_512,32,21"), 16, row_seed=0)
-    executor = GpuBackend(config, torch.device("cpu"))
-    together = plan(executor, batch)
+    backend = GpuBackend(config, torch.device("cpu"))
+    together = plan(backend, batch)
     q, kv = torch.randn(6, 4, 32), caches(batch, config)
-    torch.testing.assert_close(run(executor, together, q, kv)[0].double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(run(backend, together, q, kv)[0].double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
     for rows in ([2], [0, 5], [1, 3, 4]):
-        some = plan(executor, batch, rows)
+        some = plan(backend, batch, rows)
         assert len(some.tiles.tile_list().counts) == len(together.tiles.tile_list().counts) == 3
         for query, row in enumerate(rows):
             assert pieces(some, query) == pieces(together, row)
@@ -182,30 +139,30 @@ def test_batch_invariant_windows_equal_the_oracle(window: int) -> None:
     config = replace(CONFIG, batch_invariant=True, sinks=True)
     batch = tree_batch(parse_tree("1,2,6_512,96,21"), 16, row_seed=0)
     batch = replace(batch, seq_lens=batch.seq_lens - np.array([0, 7, 0, 20, 64, 0], np.int32))
-    executor, kv = GpuBackend(config, torch.device("cpu")), caches(batch, config)
+    backend, kv = GpuBackend(config, torch.device("cpu")), caches(batch, config)
     q, sinks = torch.randn(6, 4, 32), torch.randn(4)
     want, _ = expected(batch, q, kv, sliding_window=window, sinks=sinks)
     for rows in ([0, 1, 2, 3, 4, 5], [2], [0, 5], [1, 3, 4]):
-        step = plan(executor, batch, rows, window)
+        step = plan(backend, batch, rows, window)
         step.check()
-        out, _ = run(executor, step, q[rows], kv, sinks=sinks)
+        out, _ = run(backend, step, q[rows], kv, sinks=sinks)
         torch.testing.assert_close(out.double(), want[rows], rtol=0, atol=1e-5)
 
 
 def test_stats_tell_what_is_read_and_why() -> None:
-    executor = GpuBackend(CONFIG, torch.device("cpu"))
-    stats = plan(executor, TREE).stats()
+    backend = GpuBackend(CONFIG, torch.device("cpu"))
+    stats = plan(backend, TREE).stats()
     assert stats.kv_tokens_per_query == int(TREE.seq_lens.sum())
     assert 48 + 2 * 32 + 9 * 21 <= stats.kv_tokens_read <= stats.kv_tokens_per_query
     assert sum(stats.tiles.values()) == stats.num_work_items
     assert stats.policy in stats.reason and "NVIDIA H200" in stats.reason
 
 
-def test_a_growing_batch_gives_the_plan_of_a_fresh_executor() -> None:
-    executor = GpuBackend(CONFIG, torch.device("cpu"))
+def test_a_growing_batch_gives_the_plan_of_a_fresh_back_end() -> None:
+    backend = GpuBackend(CONFIG, torch.device("cpu"))
     for grown in range(4):
         batch = replace(TREE, seq_lens=TREE.seq_lens + np.int32(grown))
-        lists = [plan(each, batch).tiles.tile_list() for each in (executor, GpuBackend(CONFIG, torch.device("cpu")))]
+        lists = [plan(each, batch).tiles.tile_list() for each in (backend, GpuBackend(CONFIG, torch.device("cpu")))]
         for name in (
             "items",
             "segments",
@@ -231,8 +188,8 @@ def test_a_key_that_is_not_finite_reaches_nobody_from_before_a_window(batch_inva
     slot = int(batch.block_table[0][hidden // 16]), hidden % 16
     for cache in (k,) if batch_invariant else (k, v):
         cache[slot] = math.nan
-    executor = GpuBackend(config, torch.device("cpu"))
-    out, _ = run(executor, plan(executor, batch, window=30), q, (k, v))
+    backend = GpuBackend(config, torch.device("cpu"))
+    out, _ = run(backend, plan(backend, batch, window=30), q, (k, v))
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
 
 
@@ -240,13 +197,13 @@ def test_a_key_that_is_not_finite_reaches_nobody_from_before_a_window(batch_inva
 def test_logits_may_lie_near_the_end_of_float32(policy: str) -> None:
     """Decodes, prompt chunks and merges: no first maximum is above a logit."""
     batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 40, 1, 1, 2, 1], np.int32))
-    executor, (k, v) = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
-    step = plan(executor, batch)
+    backend, (k, v) = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
+    step = plan(backend, batch)
     assert step.num_chunks == 1
     q = torch.zeros(step.num_query_tokens, 4, 32)
     q[..., 0] = 1e17
     k.mul_(0)[..., 0] += -1e15 * (1 + torch.arange(k[..., 0, 0].numel()).view(*k.shape[:2], 1))
-    out, lse = run(executor, step, q, (k, v))
+    out, lse = run(backend, step, q, (k, v))
     want, want_lse = expected(batch, q, (k, v))
     assert bool((want_lse < -1e31).all())
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
@@ -257,14 +214,14 @@ def test_logits_may_lie_near_the_end_of_float32(policy: str) -> None:
 def test_the_lse_of_a_query_that_is_not_a_number_is_none_either(policy: str) -> None:
     """A finite one would hide the NaN where states are merged."""
     batch = replace(TREE, query_lens=np.array([1, 3, 1, 0, 40, 1, 1, 2, 1], np.int32))
-    executor, kv = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
-    step = plan(executor, batch)
+    backend, kv = GpuBackend(replace(CONFIG, policy=policy), torch.device("cpu")), caches(batch, CONFIG)
+    step = plan(backend, batch)
     q = torch.randn(step.num_query_tokens, 4, 32)
-    clean, clean_lse = run(executor, step, q, kv)
+    clean, clean_lse = run(backend, step, q, kv)
     for token in (0, 5 + 20):  # of a decode and of a chunk
         bad = q.clone()
         bad[token, 1] = math.nan
-        out, lse = run(executor, step, bad, kv)
+        out, lse = run(backend, step, bad, kv)
         hit = torch.zeros(lse.shape, dtype=torch.bool)
         hit[token, 1] = True
         assert torch.equal(lse.isnan(), hit) and torch.equal(out.isnan(), hit[..., None].expand_as(out))
@@ -273,16 +230,16 @@ def test_the_lse_of_a_query_that_is_not_a_number_is_none_either(policy: str) -> 
 
 def test_scales_may_be_any_real_numbers() -> None:
     """torch multiplies neither by fractions nor by integers of more than 64 bits."""
-    executor = GpuBackend(CONFIG, torch.device("cpu"))
-    step, q, kv = plan(executor, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
-    out, _ = run(executor, step, q, kv, k_scale=Fraction(1, 2), v_scale=2**70)
-    same, _ = run(executor, step, q, kv, k_scale=0.5, v_scale=2.0**70)
+    backend = GpuBackend(CONFIG, torch.device("cpu"))
+    step, q, kv = plan(backend, TREE), torch.randn(9, 4, 32), caches(TREE, CONFIG)
+    out, _ = run(backend, step, q, kv, k_scale=Fraction(1, 2), v_scale=2**70)
+    same, _ = run(backend, step, q, kv, k_scale=0.5, v_scale=2.0**70)
     assert torch.equal(out, same)
 
 
-def places_in_blocks(executor: GpuBackend, step: Any, query: int, position: int, window: int) -> list[list[int]]:
+def places_in_blocks(backend: GpuBackend, step: Any, query: int, position: int, window: int) -> list[list[int]]:
     """[partial slot after the query's first, token, place in its block] of each key that a query sees."""
-    tiles, rule, found = step.tiles.tile_list(), executor._planner.rule, []
+    tiles, rule, found = step.tiles.tile_list(), backend._planner.rule, []
     for start, _, end, begin, stop in tiles.items.tolist():
         for entry in np.flatnonzero(tiles.queries[begin:stop] == query) + begin:
             for nth, (_, packed, first) in enumerate(tiles.segments[start:end].tolist()):
@@ -303,14 +260,14 @@ def test_a_batch_invariant_request_is_cut_alike_under_every_window(policy: str, 
     lens, counts = batch.seq_lens - np.array([0, 7, 0, 20], np.int32), np.array([1, 3, 1, 1], np.int32)
     batch = replace(batch, seq_lens=lens, query_lens=counts)
     capacity = Capacity(4, 6, batch.block_table.shape[1], batch.num_pages)
-    executor, kv = GpuBackend(config, torch.device("cpu"), capacity), caches(batch, config)
-    step, q = plan(executor, batch, window=window), torch.randn(6, 4, 32)
+    backend, kv = GpuBackend(config, torch.device("cpu"), capacity), caches(batch, config)
+    step, q = plan(backend, batch, window=window), torch.randn(6, 4, 32)
     step.check()
     want, _ = expected(batch, q, kv, sliding_window=window)
-    torch.testing.assert_close(run(executor, step, q, kv)[0].double(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(run(backend, step, q, kv)[0].double(), want, rtol=0, atol=1e-5)
     for row in range(4):
-        alone, first = plan(executor, batch, [row], window), int(batch.query_start_loc[row])
+        alone, first = plan(backend, batch, [row], window), int(batch.query_start_loc[row])
         for query in range(int(counts[row])):
             position = int(lens[row] - counts[row]) + query
-            own = places_in_blocks(executor, alone, query, position, window)
-            assert own == places_in_blocks(executor, step, first + query, position, window)
+            own = places_in_blocks(backend, alone, query, position, window)
+            assert own == places_in_blocks(backend, step, first + query, position, window)

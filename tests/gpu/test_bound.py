@@ -1,47 +1,13 @@
 """Launches that are bound once: what a later layer brings, what it does not, and when launches are bound anew."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from trunkattn.gpu.bound import BoundLaunches, Grid, layer_key
-from trunkattn.gpu.layer import Tensors
+from trunkattn.gpu.bound import layer_key
 
-from .test_hopper_prefill import make_tensors
-
-
-@dataclass
-class Compiled:
-    """What Triton returns of a launch: it takes all arguments in the order of the kernel's parameters."""
-
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.calls.append((grid, *arguments))
-
-
-@dataclass
-class Kernel:
-    """A jitted function. interprets: nothing is compiled, as under Triton's interpreter."""
-
-    interprets: bool = False
-    compiled: Compiled = field(default_factory=Compiled)
-    calls: list[tuple[tuple[int, ...], dict[str, Any]]] = field(default_factory=list)
-    arg_names = ("work", "layer", "SIZE", "scale")
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(**given: Any) -> Compiled | None:
-            self.calls.append((grid, given))
-            return None if self.interprets else self.compiled
-
-        return launch
-
-
-def bound(kernel: Kernel, t: Tensors) -> BoundLaunches:
-    given = {"work": "list", "layer": "the first layer's", "SIZE": 3, "scale": "its scale", "num_warps": 4}
-    grids = [Grid(7, given), Grid(9, given | {"work": "more"})]
-    return BoundLaunches(kernel, grids, ("layer", "scale"), lambda t: (t.q, t.v_scale))
+from .bound_cases import Kernel, bound
+from .hopper_cases import make_tensors
 
 
 def test_the_first_call_goes_through_triton_and_others_do_not() -> None:

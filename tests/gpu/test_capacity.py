@@ -1,4 +1,4 @@
-"""A plan that is refilled: `plan(..., into=plan)` on a CPU, and on a GPU's executor under the interpreter."""
+"""A plan that is refilled: `plan(..., into=plan)` on a CPU, and on a GPU's back end under the interpreter."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,11 +14,10 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 
-from .test_backend import CONFIG, caches, card, expected, run
+from .backend_cases import CONFIG, caches, expected, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pretended_gpu")]
 
-__all__ = ["card"]  # a fixture
 CAPACITY = Capacity(max_requests=24, max_query_tokens=24, max_pages_per_request=16, num_pages=400)
 TREES = ("1,2,9_48,32,21", "20_70", "1,24_128,5", "1_200", "2,4,8,16_16,16,16,16")
 
@@ -30,15 +29,15 @@ def as_tensors(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @pytest.mark.parametrize("execution", ["serial", "streams"])
 @pytest.mark.parametrize("policy", ["auto", "pat"])
 def test_one_gpu_plan_serves_batches_of_any_shape_from_the_same_memory(policy: str, execution: str) -> None:
-    executor = GpuBackend(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(replace(CONFIG, policy=policy, execution=execution), torch.device("cpu"), CAPACITY)
     step, places = None, set()
     for tree in TREES:
         batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
-        step = executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
+        step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED), step)
         step.check()
-        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, executor._workspace.partial.data_ptr()))
+        places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.launches, backend._workspace.partial.data_ptr()))
         q, kv = torch.randn(len(batch.seq_lens), 4, 32), caches(batch, CONFIG)
-        out, lse = run(executor, step, q, kv)
+        out, lse = run(backend, step, q, kv)
         want, want_lse = expected(batch, q, kv)
         torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5)
         torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
@@ -50,9 +49,9 @@ def test_a_capacity_for_several_query_tokens_masks_them() -> None:
     batch = tree_batch(parse_tree("1,4_48,32"), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.full(4, 4, np.int32))
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     q, kv = torch.randn(16, 4, 32), caches(batch, CONFIG)
-    out, _ = run(executor, executor.plan(arrays), q, kv)
+    out, _ = run(backend, backend.plan(arrays), q, kv)
     torch.testing.assert_close(out.double(), expected(batch, q, kv)[0], rtol=0, atol=1e-5)
     decoding = BatchAttention(CONFIG, "cpu", replace(CAPACITY, max_query_len=1))
     with pytest.raises(ValueError, match="query tokens of a request in query_start_loc: 4 is over the capacity, max_q"):
@@ -64,60 +63,60 @@ def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> 
     config = replace(CONFIG, batch_invariant=True)
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
     requests, pages = batch.block_table.shape
-    executor = GpuBackend(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
-    executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
+    backend = GpuBackend(config, torch.device("cpu"), Capacity(requests, requests, pages, batch.num_pages))
+    backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)).check()
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
     """Without that the next batch would be patched into the forest of the refused one."""
-    executor = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    first = executor.plan(arrays)
+    first = backend.plan(arrays)
     other = replace(arrays, block_table=arrays.block_table + 100)
-    limits, executor._planner.limits = executor._planner.limits, replace(executor._planner.limits, items=1)
+    limits, backend._planner.limits = backend._planner.limits, replace(backend._planner.limits, items=1)
     with pytest.raises(ValueError, match="of 1 that a plan"):
-        executor.plan(other)
-    executor._planner.limits = limits
-    again = executor.plan(arrays)
+        backend.plan(other)
+    backend._planner.limits = limits
+    again = backend.plan(arrays)
     assert np.array_equal(again.tiles.tile_list().segments, first.tiles.tile_list().segments)
 
 
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:
-    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
-    step = executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
     out = torch.full((32, 4, 10), 7.0).transpose(0, 2)
-    run(executor, step, torch.randn(10, 4, 32), caches(batch, CONFIG), out=out)
+    run(backend, step, torch.randn(10, 4, 32), caches(batch, CONFIG), out=out)
     assert (out[4:] == 7).all() and not (out[:4] == 7).any()
 
 
 def test_a_plan_of_no_request_computes_nothing() -> None:
-    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     empty = StepTables(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32), UNLIMITED)
     out, _ = run(
-        executor, executor.plan(empty), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
+        backend, backend.plan(empty), torch.randn(5, 4, 32), caches(tree_batch(parse_tree("1_20"), 16), CONFIG)
     )
     assert out.isnan().all()
 
 
 def test_what_no_plan_of_the_capacity_holds_is_refused() -> None:
-    executor = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
-    executor._planner.limits = replace(executor._planner.limits, items=2)
+    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    backend._planner.limits = replace(backend._planner.limits, items=2)
     batch = tree_batch(parse_tree(TREES[0]), 16)
     with pytest.raises(
         ValueError, match=r"policy='cascade' makes .* items of 2 that a plan of this capacity holds: expected"
     ):
-        executor.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+        backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
 
 
 def test_a_tiling_that_does_not_fit_is_passed_over() -> None:
     """No partial may be written, so nothing may be cut."""
-    executor = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
+    backend = GpuBackend(CONFIG, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1_200"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    executor._planner.limits = replace(executor._planner.limits, slots=0)
-    step = executor.plan(arrays)
+    backend._planner.limits = replace(backend._planner.limits, slots=0)
+    step = backend.plan(arrays)
     step.check()
     assert step.tiles.tile_list().num_slots == 0
 

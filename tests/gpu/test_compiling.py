@@ -12,8 +12,8 @@ import pytest
 
 from trunkattn.gpu.compiling import compiled_together, is_compiling, launch
 
-from .test_bound import Compiled, Kernel, bound
-from .test_hopper_prefill import make_tensors
+from .bound_cases import Compiled, Kernel, bound
+from .hopper_cases import make_tensors
 
 active_mode = pytest.importorskip("triton.runtime._async_compile").active_mode
 

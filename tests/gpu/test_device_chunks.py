@@ -20,12 +20,11 @@ from trunkattn.gpu.kernel import Work
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.step_inputs import StepInputs, check_chunks
 
+from .backend_cases import CONFIG, caches, expected, run
 from .kernel_cases import CPU, overlap_always
-from .test_backend import CONFIG, caches, card, expected, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pretended_gpu")]
 
-__all__ = ["card"]  # a fixture
 CAPACITY = Capacity(9, 16, 7, 200, max_query_len=2, max_chunk_tokens=200)
 TREE = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)  # 9 requests of 109 tokens
 
@@ -34,28 +33,28 @@ def batch_of(*query_lens: int) -> PagedBatch:
     return replace(TREE, query_lens=np.array(query_lens, np.int32))
 
 
-def planned(executor: GpuBackend, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED) -> Any:
+def planned(backend: GpuBackend, batch: PagedBatch, num_chunks: int, step: Any = None, window: int = UNLIMITED) -> Any:
     tables = tuple(torch.from_numpy(each) for each in (batch.block_table, batch.seq_lens, batch.query_start_loc))
     first = len(batch.seq_lens) - num_chunks
     chunks = PromptChunks(int(batch.query_start_loc[first]), *(torch.from_numpy(np.ascontiguousarray(each[first:]))
                           for each in (batch.query_lens, batch.seq_lens)))  # fmt: skip
-    return executor.plan_on_device(tables, window, step, chunks if num_chunks else None)
+    return backend.plan_on_device(tables, window, step, chunks if num_chunks else None)
 
 
-def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+def assert_right(backend: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
     step.check()
-    executor.check()
+    backend.check()
     num_tokens = int(batch.query_start_loc[-1])
-    config = executor.config
+    config = backend.config
     q, kv = torch.randn(num_tokens, config.num_qo_heads, config.head_dim), caches(batch, config)
-    out, lse = run(executor, step, q, kv)
+    out, lse = run(backend, step, q, kv)
     want, want_lse = expected(batch, q, kv, sliding_window=window)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(params=[False, True], ids=["serial", "overlapped"])
-def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
     """One that overlaps decodes and chunks, by the portable kernels, or one that does not."""
     if not request.param:
         return GpuBackend(CONFIG, CPU, CAPACITY)
@@ -75,15 +74,15 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_decodes_and_chunks_equal_the_oracle(
-    executor: GpuBackend, query_lens: tuple[int, ...], num_chunks: int, window: int | None
+    backend: GpuBackend, query_lens: tuple[int, ...], num_chunks: int, window: int | None
 ) -> None:
     batch = batch_of(*query_lens)
-    step = planned(executor, batch, num_chunks, window=UNLIMITED if window is None else window)
+    step = planned(backend, batch, num_chunks, window=UNLIMITED if window is None else window)
     assert (step.num_chunks > 0, step.num_query_tokens) == (True, sum(query_lens))
-    assert_right(executor, step, batch, window)
+    assert_right(backend, step, batch, window)
 
 
-def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> None:
+def test_one_plan_serves_steps_with_and_without_chunks(backend: GpuBackend) -> None:
     step, places = None, set()
     for query_lens, num_chunks in (
         ((1,) * 9, 0),
@@ -93,7 +92,7 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> 
         ((1,) * 9, 0),
     ):
         batch = batch_of(*query_lens)
-        step = planned(executor, batch, num_chunks, step)
+        step = planned(backend, batch, num_chunks, step)
         places.add((step.gpu_plan.flat.data_ptr(), step.gpu_plan.chunks.flat.data_ptr()))
         assert step.num_chunks == num_chunks
         begin, end = step.gpu_plan.arrays["overlapped"][:2].tolist()
@@ -104,7 +103,7 @@ def test_one_plan_serves_steps_with_and_without_chunks(executor: GpuBackend) -> 
         in_chunks = of_chunks.kv_tokens_read if of_chunks else 0
         assert in_chunks + int(step.counters.kv_tokens[0]) == stats.kv_tokens_read
         assert (of_chunks is None) == (num_chunks == 0) and (num_chunks < 9 or in_chunks >= int(batch.seq_lens.sum()))
-        assert_right(executor, step, batch)
+        assert_right(backend, step, batch)
     assert len(places) == 1
 
 
@@ -216,13 +215,13 @@ def test_a_batch_invariant_plan_takes_no_chunks(monkeypatch: pytest.MonkeyPatch)
         attention.plan(torch.zeros(1, 1, dtype=torch.int32), one, chunks=PromptChunks(0, one, one))
 
 
-def test_the_result_holds_no_row_of_another_token(executor: GpuBackend) -> None:
+def test_the_result_holds_no_row_of_another_token(backend: GpuBackend) -> None:
     """Rows of q beyond the step's tokens are left as they are."""
     batch = batch_of(*(1,) * 8, 30)
-    step = planned(executor, batch, 1)
-    q, kv = torch.randn(60, 4, 32), caches(batch, executor.config)
+    step = planned(backend, batch, 1)
+    q, kv = torch.randn(60, 4, 32), caches(batch, backend.config)
     out = torch.full((60, 4, 32), math.nan)
-    run(executor, step, q, kv, out=out)
+    run(backend, step, q, kv, out=out)
     assert out[:38].isfinite().all() and out[38:].isnan().all()
 
 

@@ -35,8 +35,8 @@ from trunkattn.gpu.portable.spec import without_subtiles
 from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
 
+from .hopper_cases import CARD, GEOMETRY, Recorder, make_tensors
 from .kernel_cases import plan_with, refilled, reserved
-from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_tensors
 
 pytestmark = pytest.mark.slow
 

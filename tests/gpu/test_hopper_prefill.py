@@ -1,7 +1,7 @@
 """Which prompt chunks the kernel for Hopper gets, and its arguments; on a card: tests/on_gpu/test_prefill.py."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,44 +11,20 @@ import torch
 from trunkattn import AttentionConfig
 from trunkattn.gpu.arrays import Arrays, GpuPlan, Lists
 from trunkattn.gpu.hopper import prefill as hopper_prefill
-from trunkattn.gpu.hopper import spec
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS
 from trunkattn.gpu.hopper.prefill_arguments import PrefillArguments, PrefillConstants
 from trunkattn.gpu.launch import execute
-from trunkattn.gpu.layer import Geometry, Tensors
+from trunkattn.gpu.layer import Geometry
 from trunkattn.gpu.portable import prefill
-from trunkattn.gpu.portable import spec as portable_spec
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
-from trunkattn.gpu.tiles import PrefillTile, prefill_device
+from trunkattn.gpu.tiles import prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, ChunkLimits, ChunkList, TileLimits, TileList
 
-from .kernel_cases import CPU, kernels_with, make_card, plan_with, reserved
+from .hopper_cases import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
+from .kernel_cases import CPU, kernels_with, plan_with, reserved
 
 pytestmark = pytest.mark.slow
-
-CARD = make_card()
-GEOMETRY = Geometry(8, 2, 128, 128, 16, 16, UNLIMITED, False, None, False)
-
-
-class OnCard(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
-
-
-@dataclass
-class Recorder:
-    """Stands in for a kernel. names: of its arguments. calls: (CTAs, arguments in that order, others)."""
-
-    names: tuple[str, ...] = ()
-    calls: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def call(**given: Any) -> None:
-            self.calls.append((grid[0], tuple(given.pop(name) for name in self.names), given))
-
-        return call
 
 
 def make_plan(geometry: Geometry, hopper: bool = True) -> GpuPlan:
@@ -64,17 +40,6 @@ def make_plan(geometry: Geometry, hopper: bool = True) -> GpuPlan:
     positions = np.arange(32, 96, dtype=np.int32)
     tiles = decode_tiles(2, geometry.head_dim, 4)
     return plan_with(Lists(empty, positions, listed), geometry, tiles, CARD, prefill_tile(geometry.head_dim, hopper))
-
-
-def prefill_tile(head_dim: int, hopper: bool = True) -> PrefillTile:
-    return spec.prefill_tile(head_dim) if hopper else portable_spec.prefill_tile(2, head_dim)
-
-
-def make_tensors(dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Tensors:
-    k_cache, v_cache = (torch.zeros(8, 16, 2, 128, dtype=kv_dtype or dtype) for _ in range(2))
-    q = torch.zeros(64, 8, 128, dtype=dtype)
-    floats = {name: torch.zeros(2) for name in ("lse", "partial", "partial_lse", "logit_scale", "v_scale", "sinks")}
-    return Tensors(q.as_subclass(OnCard), k_cache, v_cache, torch.empty_like(q), **floats)
 
 
 @pytest.fixture

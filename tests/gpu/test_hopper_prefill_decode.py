@@ -30,8 +30,8 @@ from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.work_list import UNLIMITED, ChunkList, TileList
 
+from .hopper_cases import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
 from .kernel_cases import plan_with, refilled
-from .test_hopper_prefill import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
 
 pytestmark = pytest.mark.slow
 

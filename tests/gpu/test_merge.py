@@ -143,10 +143,10 @@ def test_plans_merge_as_their_attention_asks(batch_invariant: bool, capacity: Ca
     """Of plans of their own, and of fixed size; heads of 256 have fewer programs of more warps."""
     for width, ctas_per_sm in ((128, 16), (256, 8)):
         config = attention_of({"head_dim": width, "num_qo_heads": 16, "batch_invariant": batch_invariant})
-        executor = GpuBackend(config, torch.device("cpu"), capacity, facts=GpuFacts("NVIDIA H200", 132, 90, 50 << 20))
+        backend = GpuBackend(config, torch.device("cpu"), capacity, facts=GpuFacts("NVIDIA H200", 132, 90, 50 << 20))
         batch = tree_batch(parse_tree("1,200_1024,20" if capacity is None else "1,60_512,20"), 16)
         starts = torch.arange(len(batch.seq_lens) + 1).int().numpy()
-        plan = executor.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan
+        plan = backend.plan(StepTables(batch.block_table, batch.seq_lens, starts, UNLIMITED)).gpu_plan
         several = 1 if batch_invariant else {128: 4, 256: 2}[width]
         assert plan.merge_tile.heads == several
         (merge,) = [launch for launch in plan.launches if launch.work is Work.MERGE]

@@ -28,12 +28,11 @@ from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from ..attention.cases import fraction
 from ..planner.tile_cases import items_to_overlap
+from .backend_cases import caches, expected, plan, run
 from .kernel_cases import CPU, make_card
-from .test_backend import caches, card, expected, plan, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pretended_gpu")]
 
-__all__ = ["card"]  # a fixture
 CONFIG = AttentionConfig(4, 2, 128, 16, torch.float16, execution="overlapped")
 CAPACITY = Capacity(max_requests=9, max_query_tokens=260, max_pages_per_request=14, num_pages=200)
 DECODES = tree_batch(parse_tree("1,2,9_32,16,61"), 16, row_seed=0, page_seed=1)
@@ -49,13 +48,13 @@ TIMES = times_of(600_000, Speeds(80, 50))
 
 
 @pytest.fixture
-def hopper(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(pretended_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=2, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("trunkattn.gpu.attention.card_of", lambda facts: Card(facts, H200))
 
 
-def make_executor(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuBackend:
+def make_backend(config: AttentionConfig = CONFIG, capacity: Capacity | None = None) -> GpuBackend:
     """Of a Hopper card. In the interpreter, which does not know its kernels, portable ones stand in."""
     return GpuBackend(config, CPU, capacity)
 
@@ -69,9 +68,9 @@ def overlapped_items(step: Any) -> tuple[int, int]:
     return first, last
 
 
-def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
+def assert_right(backend: GpuBackend, step: Any, batch: PagedBatch, window: int | None = None) -> None:
     q, kv = torch.randn(step.num_query_tokens, 4, 128).half(), tuple(it.half() for it in caches(batch, CONFIG))
-    out, lse = run(executor, step, q, kv)
+    out, lse = run(backend, step, q, kv)
     want, want_lse = expected(batch, q, kv, sliding_window=window)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-3)
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-3)
@@ -79,33 +78,33 @@ def assert_right(executor: GpuBackend, step: Any, batch: PagedBatch, window: int
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_decodes_overlap_chunks(hopper: None, window: int | None) -> None:
-    executor = make_executor()
-    step = plan(executor, MIXED, window=UNLIMITED if window is None else window)
+    backend = make_backend()
+    step = plan(backend, MIXED, window=UNLIMITED if window is None else window)
     step.check()
     first, last = overlapped_items(step)
     assert first == 0 and last > 0 and launches_both(step)
     assert step.gpu_plan.arrays["counts"][0] == last
     assert "overlapped with chunks" in step.stats().policy and "one after the other" in step.stats().reason
-    assert_right(executor, step, MIXED, window)
+    assert_right(backend, step, MIXED, window)
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 9, [0, 70, 0, 0, 0, 0, 40, 0, 0]])
 def test_without_chunks_or_decodes_nothing_is_overlapped(hopper: None, query_lens: list[int]) -> None:
-    executor, batch = make_executor(), replace(DECODES, query_lens=np.array(query_lens, np.int32))
-    step = plan(executor, batch)
+    backend, batch = make_backend(), replace(DECODES, query_lens=np.array(query_lens, np.int32))
+    step = plan(backend, batch)
     assert overlapped_items(step) == (0, 0) and not launches_both(step)
-    assert_right(executor, step, batch)
+    assert_right(backend, step, batch)
 
 
 def test_one_plan_of_fixed_size_serves_both(hopper: None) -> None:
-    executor = make_executor(capacity=CAPACITY)
+    backend = make_backend(capacity=CAPACITY)
     step = None
     for batch, some in ((MIXED, True), (DECODES, False), (replace(MIXED, query_lens=MIXED.query_lens[::-1]), True)):
         given = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-        step = executor.plan(given, step)
+        step = backend.plan(given, step)
         assert launches_both(step)
         assert (overlapped_items(step)[1] > overlapped_items(step)[0]) == some
-        assert_right(executor, step, batch)
+        assert_right(backend, step, batch)
 
 
 @dataclass
@@ -125,36 +124,36 @@ def test_a_decode_step_need_not_launch_the_kernel_for_chunks(hopper: None, monke
     launched: list[str] = []
     for module, name in ((prefill, "prefill_kernel"), (decode, "decode_kernel")):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
-    executor = make_executor(capacity=CAPACITY)
+    backend = make_backend(capacity=CAPACITY)
     given = StepTables(DECODES.block_table, DECODES.seq_lens, DECODES.query_start_loc, UNLIMITED)
-    plan = Plan(executor.plan(given), None, DECODES.num_pages - 1, UNLIMITED)
+    plan = Plan(backend.plan(given), None, DECODES.num_pages - 1, UNLIMITED)
     assert not plan.num_chunks
     without = plan.only("decodes")
     assert plan.refills and not without.refills
     assert without is not plan and without.only("decodes") is without
-    assert_right(executor, without.step, DECODES)
+    assert_right(backend, without.step, DECODES)
     assert launched and "prefill_kernel" not in launched
     # what is put into the plan later is in the other one's arrays
     fewer = replace(DECODES, query_lens=np.array([1, 0, 1, 1, 0, 1, 1, 1, 1], np.int32))
     given = StepTables(fewer.block_table, fewer.seq_lens, fewer.query_start_loc, UNLIMITED)
-    step = executor.plan(given, plan.step)
-    assert_right(executor, replace(step, gpu_plan=without.step.gpu_plan), fewer)
+    step = backend.plan(given, plan.step)
+    assert_right(backend, replace(step, gpu_plan=without.step.gpu_plan), fewer)
     given = StepTables(MIXED.block_table, MIXED.seq_lens, MIXED.query_start_loc, UNLIMITED)
-    plan.step = executor.plan(given, step)
+    plan.step = backend.plan(given, step)
     assert plan.num_chunks == 2
     with pytest.raises(ValueError, match="expected a plan without prompt chunks, and this one has 2"):
         plan.only("decodes")
-    assert_right(executor, plan.step, MIXED)
+    assert_right(backend, plan.step, MIXED)
 
 
 def test_auto_where_nothing_is_gained(hopper: None) -> None:
-    executor = make_executor(replace(CONFIG, execution="auto"))
-    planner = executor._planner
+    backend = make_backend(replace(CONFIG, execution="auto"))
+    planner = backend._planner
     assert planner.overlap is not None
     planner.overlap = replace(planner.overlap, times=times_of(1000, Speeds(10, 1)))
-    step = plan(executor, MIXED)
+    step = plan(backend, MIXED)
     assert overlapped_items(step) == (0, 0) and "one after the other" in step.stats().reason
-    assert_right(executor, step, MIXED)
+    assert_right(backend, step, MIXED)
 
 
 def test_a_card_that_was_not_measured_overlaps_when_told_to(hopper: None) -> None:
@@ -231,7 +230,7 @@ def listed(segments: list[int]) -> TileList:
 
 def make_overlap_of_eight_heads() -> Overlap:
     """On 16 multiprocessors."""
-    overlap = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._planner.overlap
+    overlap = make_backend(AttentionConfig(32, 8, 128, 16, torch.bfloat16))._planner.overlap
     assert overlap is not None
     return replace(overlap, times=TIMES, num_sms=16)
 
@@ -351,14 +350,14 @@ def test_decodes_fill_the_last_round_of_chunks(hopper: None) -> None:
 
 @pytest.mark.parametrize("decodes", [64, 0])
 def test_chunks_are_not_cut_where_decodes_fill_the_card(
-    card: None, monkeypatch: pytest.MonkeyPatch, decodes: int
+    pretended_gpu: None, monkeypatch: pytest.MonkeyPatch, decodes: int
 ) -> None:
     h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
-    executor = make_executor(AttentionConfig(32, 8, 128, 16, torch.bfloat16))
+    backend = make_backend(AttentionConfig(32, 8, 128, 16, torch.bfloat16))
     lens = np.array([16384, *[8192] * decodes], np.int32)
     table = np.arange(len(lens) * 1024, dtype=np.int32).reshape(-1, 1024)
-    step = executor.plan(StepTables(table, lens, np.array([0, *range(768, 769 + decodes)], np.int32), UNLIMITED))
+    step = backend.plan(StepTables(table, lens, np.array([0, *range(768, 769 + decodes)], np.int32), UNLIMITED))
     step.check()
     assert step.chunks is not None
     assert (step.chunks.planned.work.num_slots == 0) == (decodes > 0)
@@ -401,11 +400,11 @@ def test_any_mix_of_decodes_and_chunks_equals_the_oracle(
 ) -> None:
     batch = tree_batch(parse_tree(tree), 16, row_seed=0, page_seed=1)
     batch = replace(batch, query_lens=np.minimum(query_lens, batch.seq_lens).astype(np.int32))
-    executor = make_executor(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
-    planner = executor._planner
+    backend = make_backend(replace(CONFIG, execution="auto"), CAPACITY if fixed else None)
+    planner = backend._planner
     assert planner.overlap is not None
     planner.overlap = replace(planner.overlap, times=times_of(flops_per_ns, Speeds(99, 99)), forced=True)
-    step = plan(executor, batch, window=UNLIMITED if window is None else window)
+    step = plan(backend, batch, window=UNLIMITED if window is None else window)
     step.check()
     if step.num_query_tokens:
-        assert_right(executor, step, batch, window)
+        assert_right(backend, step, batch, window)

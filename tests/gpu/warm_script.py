@@ -52,22 +52,22 @@ def note(asked: list[str]) -> None:
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[misc,assignment]
 
 
-def run(executor: GpuBackend, step: Any, rows: int) -> None:
+def run(backend: GpuBackend, step: Any, rows: int) -> None:
     q, cache = torch.zeros(rows, 32, 128, dtype=torch.bfloat16), torch.zeros(500, 16, 8, 128, dtype=torch.bfloat16)
-    executor.run(step, LayerInputs(q, cache, cache, None, None, None, None, None, False), torch.empty_like(q))
+    backend.run(step, LayerInputs(q, cache, cache, None, None, None, None, None, False), torch.empty_like(q))
 
 
 def chunks_beside_decodes(asked: list[str]) -> list[list[str]]:
     """As vLLM warms up, with a chunk too small to overlap decodes, and a real step, in which they overlap."""
-    executor = GpuBackend(CONFIG, CPU, CAPACITY, facts=CARD)
+    backend = GpuBackend(CONFIG, CPU, CAPACITY, facts=CARD)
     found: list[list[str]] = []
     step = None
     for chunk in (1, 4000):
         listed = PromptChunks(1, int32(chunk), int32(chunk), 10**6)
-        assert executor.overlaps(listed) == (chunk > 1)
+        assert backend.overlaps(listed) == (chunk > 1)
         tables = torch.zeros(2, 256, dtype=torch.int32), int32(1, chunk), int32(0, 1, 1 + chunk)
-        step = executor.plan_on_device(tables, UNLIMITED, step, listed)
-        run(executor, step, 1 + chunk)
+        step = backend.plan_on_device(tables, UNLIMITED, step, listed)
+        run(backend, step, 1 + chunk)
         found.append(asked.copy())
         asked.clear()
     return found
@@ -75,14 +75,14 @@ def chunks_beside_decodes(asked: list[str]) -> list[list[str]]:
 
 def batch_invariant_prompts(asked: list[str]) -> list[list[str]]:
     """As vLLM warms up, and real steps of prompts, cut and not."""
-    executor = GpuBackend(replace(CONFIG, batch_invariant=True), CPU, facts=CARD)
+    backend = GpuBackend(replace(CONFIG, batch_invariant=True), CPU, facts=CARD)
     found: list[list[str]] = []
     pages = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
     real = [(pages[:1], int32(37), int32(0, 37)), (pages, int32(900, 700, 64), int32(0, 300, 1000, 1064))]
     for steps in (warm_prompts(64, 16, CPU), real):
         for tables in steps:
-            step = executor.plan(StepTables(*(table.numpy() for table in tables), UNLIMITED))
-            run(executor, step, step.num_query_tokens)
+            step = backend.plan(StepTables(*(table.numpy() for table in tables), UNLIMITED))
+            run(backend, step, step.num_query_tokens)
         found.append(asked.copy())
         asked.clear()
     return found

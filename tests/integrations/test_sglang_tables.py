@@ -13,11 +13,15 @@ from trunkattn.integrations.sglang.tables import Requests, pages
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.reference import paged_attention
 
-from ..gpu.test_backend import CONFIG, card, run
+from ..gpu.backend_cases import CONFIG, pretend_gpu, run
 
-__all__ = ["card"]  # a fixture
 CPU = torch.device("cpu")
 ROWS, CONTEXT, PAGE, PAGES = 12, 100, 16, 60
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
 
 
 def make_requests(lens: list[int], page: int, shared: int = 0, to_window: torch.Tensor | None = None) -> Requests:

@@ -25,7 +25,7 @@ from trunkattn.training.hopper import backward as hopper_backward
 from trunkattn.training.hopper import forward as hopper_forward
 from trunkattn.training.sequences import Sequences
 
-from ..gpu.test_bound import Kernel
+from ..gpu.bound_cases import Kernel
 
 BF16 = torch.bfloat16
 SUMS = torch.tensor([0, 40, 160], dtype=torch.int32)
