@@ -16,8 +16,8 @@ from trunkattn.gpu.mla.spec import decode_tiles
 from trunkattn.gpu.portable import merge
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
+from .hopper_cases import OnCard, Recorder
 from .kernel_cases import make_card, plan_with
-from .test_hopper_prefill import OnCard, Recorder
 from .test_latent import deepseek
 
 pytestmark = pytest.mark.slow

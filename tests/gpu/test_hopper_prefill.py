@@ -21,7 +21,7 @@ from trunkattn.gpu.tiles import prefill_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.work_list import ITEM_COLUMNS, UNLIMITED, ChunkLimits, ChunkList, TileLimits, TileList
 
-from .hopper_cases import CARD, GEOMETRY, Recorder, make_tensors, prefill_tile
+from .hopper_cases import CARD, GEOMETRY, OnCard, Recorder, make_tensors, prefill_tile
 from .kernel_cases import CPU, kernels_with, plan_with, reserved
 
 pytestmark = pytest.mark.slow
