@@ -19,7 +19,7 @@ from trunkattn.training.spec import (
     shared_bytes,
 )
 
-from ..gpu.test_hopper_prefill import GEOMETRY, OnCard
+from ..gpu.hopper_cases import GEOMETRY, OnCard
 
 BF16 = torch.bfloat16
 LARGE, MIDDLE, SMALL = 227 << 10, 163 << 10, 99 << 10  # of an sm_90 or sm_100, an sm_80, an sm_86 or sm_120

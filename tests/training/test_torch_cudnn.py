@@ -16,7 +16,7 @@ from trunkattn.training.checks import Options
 from trunkattn.training.flash_attention import _whole_kernel
 from trunkattn.training.spec import TrainingConfig
 
-from ..gpu.test_hopper_prefill import OnCard
+from ..gpu.hopper_cases import OnCard
 
 NAME = "cuDNN of PyTorch"
 BF16, F32 = torch.bfloat16, torch.float32
