@@ -102,7 +102,7 @@ def test_a_wrong_number_of_the_table_is_seen() -> None:
 
 
 def test_every_status_has_a_row() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "src/trunkattn/server").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "src/trunkattn/server").rglob("*.py"))
     raised = set(re.findall(r"(?:error_response\(|HTTPException\(|status_code == )([45]\d\d)\b", sources))
     assert {"404", "405", "413", "429", "500", "503", "505"} <= raised
     described = {status for cell in table("| status | when |") for status in cell.split(", ")}

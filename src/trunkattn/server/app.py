@@ -15,14 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
 from trunkattn.engine.llm import LLM
-from trunkattn.server.bodies.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from trunkattn.server.bodies.protocol import DetokenizeRequest, TokenizeRequest
 from trunkattn.server.endpoints.chat import Chat
 from trunkattn.server.endpoints.completions import Completion
+from trunkattn.server.endpoints.endpoint import Endpoint
 from trunkattn.server.endpoints.streaming import respond, write_json
 from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
@@ -44,7 +40,6 @@ from trunkattn.server.running import HAS_LEFT
 from trunkattn.server.service import Caller, Service, salt_of
 
 Result = TypeVar("Result")
-AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatCompletionRequest)
 
 _LOG: Final = logging.getLogger(__name__)
 _READ: Final = ("GET", "HEAD")
@@ -132,11 +127,11 @@ def _add_model_paths(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionRequest, Completion)
+        return await _answer(service, request, Completion)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _answer(service, request, ChatCompletionRequest, Chat)
+        return await _answer(service, request, Chat)
 
     @app.api_route("/v1/models", methods=[*_READ])
     async def models() -> dict[str, Any]:
@@ -208,26 +203,19 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
     app.mount("/static", StaticFiles(directory=str(_STATIC)))
 
 
-async def _answer(
-    service: Service, request: Request, body_model: type[AnyRequest], endpoint_type: Callable[..., Completion | Chat]
-) -> Response:
+async def _answer(service: Service, request: Request, endpoint_type: type[Endpoint[Any]]) -> Response:
     """The response of an endpoint that computes, unless the client goes away before it begins."""
     raw, arrived = await request.body(), time.monotonic()  # with its last byte
-    response = await _unless_disconnected(request, _respond(service, request, raw, arrived, body_model, endpoint_type))
+    response = await _unless_disconnected(request, _respond(service, request, raw, arrived, endpoint_type))
     return error_response(CLIENT_CLOSED, _LEFT_EARLY) if response is None else response
 
 
 async def _respond(
-    service: Service,
-    request: Request,
-    raw: bytes,
-    arrived: float,
-    body_model: type[AnyRequest],
-    endpoint_type: Callable[..., Completion | Chat],
+    service: Service, request: Request, raw: bytes, arrived: float, endpoint_type: type[Endpoint[Any]]
 ) -> Response:
     """The response to a body: whole, or as a stream, which begins with its first event."""
     with service.loop.place():  # who waits for the tokenizer waits
-        body = await service.read(raw, body_model)
+        body = await service.read(raw, endpoint_type.body_model)
         key: str | None = getattr(request.state, "api_key", None)
         caller = Caller(salt_of(key, body.cache_salt), _tenant(request, service.options), arrived, len(raw))
         endpoint = endpoint_type(service, body, caller)

@@ -1,7 +1,5 @@
 """/v1/chat/completions: a conversation in, the next message out, as text or as tool calls."""
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,9 +7,18 @@ from typing import Any
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from trunkattn.engine.sampling_params import StructuredOutputsParams
-from trunkattn.server.bodies.protocol import ChatCompletionRequest, NamedToolChoice, StreamOptions, Tool
+from trunkattn.server.bodies.protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from trunkattn.server.endpoints.call_schemas import about_tools, calls_schema
-from trunkattn.server.endpoints.streaming import LEAST_LOGPROB, Progress, StreamWriter, Written, num_places, write_json
+from trunkattn.server.endpoints.endpoint import Endpoint
+from trunkattn.server.endpoints.streaming import (
+    DONE,
+    LEAST_LOGPROB,
+    Progress,
+    Written,
+    num_places,
+    write_event,
+    write_json,
+)
 from trunkattn.server.endpoints.usage import usage_of, usage_so_far
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.errors import BadRequest, about_field
@@ -24,26 +31,21 @@ from trunkattn.server.tool_calls import TOOL_CALL_PARSERS, ParsedAnswer, new_cal
 from trunkattn.validate import shown
 
 
-class Chat:
-    """One request to /v1/chat/completions.
+class Chat(Endpoint[ChatCompletionRequest]):
+    """One request to /v1/chat/completions."""
 
-    Args:
-        service: the model.
-        body: the request.
-        caller: the client that sent it.
-    """
+    body_model = ChatCompletionRequest
+    id_prefix = "chatcmpl"
 
     def __init__(self, service: Service, body: ChatCompletionRequest, caller: Caller) -> None:
-        self._service, self._body, self._caller = service, body, caller
-        self.id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        super().__init__(service, body, caller)
         self._parser = TOOL_CALL_PARSERS[service.options.tool_call_parser]
         self._calls_are_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)
         self._num_top = body.top_logprobs or 0
         self._may_call = bool(body.tools) and body.tool_choice != "none"
-        self._options = body.stream_options or StreamOptions()
 
     async def submissions(self) -> list[Submission]:
-        """The checked request: a list of one."""
+        """The checked request of its conversation: a list of one."""
         service, body = self._service, self._body
         service.check_model(body.model)
         service.sampling.check_count(1, body)
@@ -82,17 +84,17 @@ class Chat:
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
-        writer, progress, newest = StreamWriter(), dict[int, Progress](), list[RequestOutput]()
+        progress, newest = dict[int, Progress](), list[RequestOutput]()
         with about_field(self._form):
             async for grown in self._service.grow(submissions, self.id):
                 newest = [grown.output]
-                work = partial(self._events, grown.output, progress, writer)
+                work = partial(self._events, grown.output, progress)
                 places = num_places(grown.output, progress.values(), self._body.return_token_ids)
                 if events := await self._service.render(places, work):
                     yield "".join(events)  # one write: a connection that has broken is seen between two
         if self._options.include_usage:
-            yield writer.event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
-        yield writer.done()
+            yield write_event(self._envelope("chat.completion.chunk", []) | {"usage": usage_of(newest).as_json()})
+        yield DONE
 
     @property
     def _form(self) -> str:
@@ -101,20 +103,18 @@ class Chat:
             return "tools"
         return field_of_form(self._body)
 
-    def _events(
-        self, output: RequestOutput, progress: dict[int, Progress], writer: StreamWriter, pause: Pause
-    ) -> list[str]:
+    def _events(self, output: RequestOutput, progress: dict[int, Progress], pause: Pause) -> list[str]:
         """Events with the new parts of an output."""
         events = []
         for answer in output.outputs:
             if answer.index not in progress:
                 progress[answer.index] = Progress()
                 first = self._chunk(answer, {"role": "assistant", "content": ""}) | self._prompt_ids(output)
-                events.append(writer.event(first | usage_so_far([output], self._options), pause))
+                events.append(write_event(first | usage_so_far([output], self._options), pause))
             if progress[answer.index].ended:  # all of it was sent; parsing it again in every step would take time
                 continue
             for chunk in self._chunks(answer, progress[answer.index], pause):
-                events.append(writer.event(chunk | usage_so_far([output], self._options), pause))
+                events.append(write_event(chunk | usage_so_far([output], self._options), pause))
         return events
 
     def _chunks(self, answer: CompletionOutput, sent: Progress, pause: Pause) -> list[dict[str, Any]]:
@@ -229,10 +229,6 @@ class Chat:
     def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
         """The field of the prompt's tokens, if the request wants them."""
         return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self._service.options.served_model_name
-        return {"id": self.id, "object": kind, "created": self._created, "model": model, "choices": choices}
 
 
 def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:

@@ -1,20 +1,20 @@
 """/v1/completions: prompts in, texts out."""
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trunkattn.engine.answers.token_bytes import TokenBytes
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from trunkattn.server.bodies.protocol import CompletionRequest, StreamOptions
+from trunkattn.server.bodies.protocol import CompletionRequest
+from trunkattn.server.endpoints.endpoint import Endpoint
 from trunkattn.server.endpoints.streaming import (
+    DONE,
     LEAST_LOGPROB,
     Progress,
-    StreamWriter,
     TextOffsets,
     num_places,
+    write_event,
     write_json,
 )
 from trunkattn.server.endpoints.usage import usage_of, usage_so_far
@@ -23,6 +23,8 @@ from trunkattn.server.errors import BadRequest, about_field
 from trunkattn.server.forms.requested import field_of_form
 from trunkattn.server.lanes import Pause
 from trunkattn.server.service import Caller, Service
+
+_KIND: Final = "text_completion"  # what the API calls a response, and an event of one
 
 
 class Piece(NamedTuple):
@@ -35,22 +37,17 @@ class Piece(NamedTuple):
     begins: bool = True
 
 
-class Completion:
-    """One request to /v1/completions.
+class Completion(Endpoint[CompletionRequest]):
+    """One request to /v1/completions."""
 
-    Args:
-        service: the model.
-        body: the request.
-        caller: the client that sent it.
-    """
+    body_model = CompletionRequest
+    id_prefix = "cmpl"
 
     def __init__(self, service: Service, body: CompletionRequest, caller: Caller) -> None:
-        self._service, self._body, self._caller = service, body, caller
-        self.id, self._created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        super().__init__(service, body, caller)
         self._echoed: list[str] = []
         self._has_no_answer = body.echo and body.max_tokens == 0
         self._tells_tokens = body.return_token_ids or body.logprobs is not None
-        self._options = body.stream_options or StreamOptions()
         self._hidden = () if body.skip_special_tokens is False else service.tokenization.special_ids
 
     async def submissions(self) -> list[Submission]:
@@ -108,28 +105,28 @@ class Completion:
                 for prompt, output in enumerate(outputs)
                 for answer in output.outputs
             ]
-            return write_json(self._envelope(choices) | {"usage": usage_of(outputs).as_json()}, pause)
+            return write_json(self._envelope(_KIND, choices) | {"usage": usage_of(outputs).as_json()}, pause)
 
         places = sum(num_places(output, with_prompt=self._body.return_token_ids) for output in outputs)
         return await self._service.render(places, response)
 
     async def stream(self, submissions: Sequence[Submission]) -> AsyncGenerator[str, None]:
         """The response as server-sent events."""
-        writer, newest = StreamWriter(), dict[int, RequestOutput]()
+        newest = dict[int, RequestOutput]()
         progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
         with about_field(field_of_form(self._body)):
             async for grown in self._service.grow(submissions, self.id):
                 output = newest[grown.prompt] = grown.output
                 sent = progress[grown.prompt]
                 usage = usage_so_far(list(newest.values()), self._options)
-                work = partial(self._events, grown.prompt, output, sent, usage, writer)
+                work = partial(self._events, grown.prompt, output, sent, usage)
                 places = num_places(output, sent.values(), self._body.return_token_ids)
                 if events := await self._service.render(places, work):
                     yield "".join(events)  # one write: a connection that has broken is seen between two
         if self._options.include_usage:
             whole = usage_of(list(newest.values()))
-            yield writer.event(self._envelope([]) | {"usage": whole.as_json()})
-        yield writer.done()
+            yield write_event(self._envelope(_KIND, []) | {"usage": whole.as_json()})
+        yield DONE
 
     def _events(
         self,
@@ -137,7 +134,6 @@ class Completion:
         output: RequestOutput,
         progress: dict[int, Progress],
         usage: dict[str, Any],
-        writer: StreamWriter,
         pause: Pause,
     ) -> list[str]:
         """Events of what is new of a prompt's output. usage: the field of that name."""
@@ -149,8 +145,8 @@ class Completion:
             has_tokens = self._tells_tokens and len(answer.token_ids) > piece.first_token
             if piece.text or has_tokens or sent.just_ended:
                 sent.begun = True
-                event = self._envelope([self._choice(prompt, output, answer, piece, pause)])
-                events.append(writer.event(event | usage, pause))
+                event = self._envelope(_KIND, [self._choice(prompt, output, answer, piece, pause)])
+                events.append(write_event(event | usage, pause))
         return events
 
     def _choice(
@@ -177,16 +173,6 @@ class Completion:
             choice["token_ids"] = answer.token_ids[piece.first_token :]
             choice |= {"prompt_token_ids": output.prompt_token_ids} if piece.begins else {}
         return choice
-
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self._service.options.served_model_name
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": model,
-            "choices": choices,
-        }
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

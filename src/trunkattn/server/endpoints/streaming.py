@@ -20,6 +20,7 @@ _JSON_LEVELS: Final = 5  # of a response, down to the log-probabilities of one p
 _LINE_ENDS: Final = MappingProxyType({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
 # Proxies must not hold events back, as nginx does until its buffer is full unless the second header forbids it.
 _STREAM_HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+DONE: Final = "data: [DONE]\n\n"  # the event that ends OpenAI's streams
 LEAST_LOGPROB: Final = -9999.0  # of impossible tokens, as in OpenAI's and vLLM's responses: JSON has no -Infinity
 
 
@@ -125,16 +126,9 @@ def _event(written: str) -> str:
     return f"data: {written.translate(_LINE_ENDS)}\n\n"
 
 
-class StreamWriter:
-    """Events of one stream."""
-
-    def event(self, value: dict[str, Any], pause: Pause = no_pause) -> str:
-        """An event of JSON."""
-        return _event(write_json(value, pause))
-
-    def done(self) -> str:
-        """The event that ends OpenAI's streams."""
-        return "data: [DONE]\n\n"
+def write_event(value: dict[str, Any], pause: Pause = no_pause) -> str:
+    """An event of JSON."""
+    return _event(write_json(value, pause))
 
 
 async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
