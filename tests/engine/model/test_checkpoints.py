@@ -233,6 +233,8 @@ BAD_GENERATION: dict[str, str] = {
     '{"encoder_repetition_penalty": 1.5}': "encoder_repetition_penalty=1.5 changes",  # transformers counts the prompt
     '{"encoder_no_repeat_ngram_size": 2}': "encoder_no_repeat_ngram_size=2 changes",
     '{"token_healing": true}': "token_healing=True changes",
+    '{"dola_layers": "low"}': "dola_layers='low' changes",
+    '{"force_words_ids": [[3]]}': "force_words_ids=.* changes",
 }
 
 
@@ -241,6 +243,26 @@ def test_defaults_that_nobody_can_follow_are_refused_at_the_start(folder: Path, 
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=BAD_GENERATION[text]):
         inspect_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ({"no_repeat_ngram_size": 2}, "config.json': no_repeat_ngram_size=2 changes which tokens are drawn"),
+        ({"suppress_tokens": [3]}, r"config.json': suppress_tokens=\[3\] changes"),
+        ({"top_p": 2.0}, r"config.json': top_p=2.0: expected a number in \(0, 1\]; correct it or remove it$"),
+    ],
+)
+def test_a_configuration_says_how_to_draw_where_no_other_file_does(
+    folder: Path, field: dict[str, Any], reason: str
+) -> None:
+    """Folders of transformers' first years have such fields in config.json, and it still follows them."""
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    change(folder, {}, {**field, "temperature": 0.5})
+    with pytest.raises(ValueError, match=reason):
+        inspect_model(folder)
+    (folder / "generation_config.json").write_text("{}")  # it counts alone, where there is one
+    inspect_model(folder)
 
 
 def test_defaults_that_change_nothing_pass(folder: Path) -> None:

@@ -39,7 +39,7 @@ WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 CLASS = re.compile(r"<class '([^']*)'>")
 MAX_REASON = 400
-# Fields of a generation_config.json by which transformers draws other tokens, and that nothing here follows -> the
+# Fields of a generation configuration by which transformers draws other tokens, and that nothing here follows -> the
 # values that change nothing. Lists and mappings of nothing change nothing either.
 UNFOLLOWED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -49,8 +49,8 @@ UNFOLLOWED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "diversity_penalty"), (0,)),
         **dict.fromkeys(("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size"), (0,)),
         **dict.fromkeys(("typical_p", "guidance_scale", "num_beams", "encoder_repetition_penalty"), (1,)),
+        **dict.fromkeys(("stop_strings", "dola_layers", "constraints", "force_words_ids"), ()),
         "token_healing": (False,),
-        "stop_strings": (),
     }
 )
 
@@ -201,6 +201,13 @@ def _shard(folder: Path, name: str) -> Path:
     )
 
 
+def check_older_defaults(files: ModelFiles) -> None:
+    """Raises ValueError unless `config.json` is fit to say which tokens are drawn. transformers reads it as a
+    generation configuration in folders that have none, as its first versions wrote them."""
+    if files.gguf_file is None and not os.path.lexists(files.folder / GENERATION_CONFIG):
+        _check_generation_config(files.folder / "config.json")
+
+
 def _check_generation_config(path: Path) -> None:
     """Raises ValueError unless the file is JSON, and everything in it that changes which tokens are drawn exists
     here."""
@@ -218,7 +225,8 @@ def _check_generation_config(path: Path) -> None:
         for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
             check_int("eos_token_id", end, -1)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"model={str(path)!r}: {error}; correct it or remove the file") from error
+        whole = "the file" if path.name == GENERATION_CONFIG else "it"
+        raise ValueError(f"model={str(path)!r}: {error}; correct it or remove {whole}") from error
 
 
 def check_one_value(files: ModelFiles, names: Sequence[str], weight: str) -> None:

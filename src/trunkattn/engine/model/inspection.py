@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from trunkattn.config import AttentionConfig
 from trunkattn.dtypes import dtype_name
-from trunkattn.engine.model.files import ModelFiles, find_model_files, one_line, plain
+from trunkattn.engine.model.files import ModelFiles, check_older_defaults, find_model_files, one_line, plain
 from trunkattn.engine.model.gguf.config import gguf_config
 from trunkattn.engine.model.gguf.header import read_header
 from trunkattn.engine.model.support import AttentionGeometry, check_config, max_positions, probe_attention
@@ -97,6 +97,7 @@ def inspect_model(
     if geometry is None:
         raise ValueError(f"model={str(model)!r} ({config.model_type}) is not supported: {plain('; '.join(reasons))}")
     _check_size(files, geometry.num_parameters, num_values)
+    check_older_defaults(files)
     torch_dtype = _dtype(dtype, config, torch_device)
     kv_dtype = None if kv_cache_dtype == "auto" else getattr(torch, FP8_CACHES[kv_cache_dtype])
     return ModelInfo(
