@@ -1,6 +1,7 @@
 """Every tensor of a safetensors folder is used, known to be harmless, or refused by name; so is what quantizes them."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,40 @@ def test_fields_that_change_nothing_pass(folder: Path) -> None:
     neutral["rope_parameters"] = {"rope_type": "default", "factor": 1.0, "mrope_section": [2, 3, 3]}
     change(folder, {}, {**neutral, "_name_or_path": "a"})
     inspect_model(folder)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+LINEAR = {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"rope_parameters": ROPE, "rope_scaling": LINEAR}, "rope_scaling={'type': 'linear', 'factor': 2.0} beside"),
+        ({"rope_parameters": ROPE, "rope_theta": 1e4}, "rope_theta=10000.0 beside other rope_parameters"),
+        ({"rope_parameters": {**ROPE, **LINEAR}, "rope_scaling": LINEAR}, "rope_scaling="),  # its base would be 10,000
+    ],
+)
+def test_two_rotations_in_a_configuration_are_refused(folder: Path, given: dict[str, Any], reason: str) -> None:
+    """Guides say to add rope_scaling, and transformers then takes nothing of the rope_parameters that it has saved."""
+    change(folder, {}, given)
+    with pytest.raises(ValueError, match=f"config.json has {re.escape(reason)}"):
+        inspect_model(folder)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": ROPE, "rope_theta": 1_000_000, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}, "rope_theta": 1e6}
+        | {"rope_scaling": LINEAR},
+        {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": LINEAR},
+    ],
+)
+def test_a_rotation_that_is_written_twice_alike_passes(folder: Path, given: dict[str, Any]) -> None:
+    change(folder, {}, given)
+    rope = inspect_model(folder).config.rope_parameters
+    assert rope["rope_theta"] == 1e6 and rope.get("factor", 2.0) == 2.0
 
 
 BAD_GENERATION: dict[str, str] = {

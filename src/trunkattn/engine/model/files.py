@@ -39,6 +39,7 @@ WEIGHT = re.compile(r"(.*\.)?(weight|bias)")
 MASK = re.compile(r".*\.(attn|attention)\.bias")  # a causal mask that old checkpoints hold as bytes
 CLASS = re.compile(r"<class '([^']*)'>")
 MAX_REASON = 400
+ROTATION: Final = frozenset({"rope_theta", "partial_rotary_factor"})  # stood beside rope_scaling once
 # Fields of a generation configuration by which transformers draws other tokens, and that nothing here follows -> the
 # values that change nothing. Lists and mappings of nothing change nothing either.
 UNFOLLOWED: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
@@ -156,6 +157,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> dict[str, Path]:
         raise ValueError(f"model={str(folder)!r}: config.json has no model_type; expected {EXPECTED_MODEL}")
     if not isinstance(config["model_type"], str):
         raise ValueError(f"model={str(folder)!r}: config.json has a model_type that is no text; expected a text")
+    _check_rotation(folder, config)
     if os.path.lexists(folder / GENERATION_CONFIG):
         _check_generation_config(folder / GENERATION_CONFIG)
     if not with_weights:
@@ -199,6 +201,29 @@ def _shard(folder: Path, name: str) -> Path:
         f"model={str(folder / SAFETENSORS_INDEX)!r}: it names the file {plain(name)!r}; expected a file that is in its "
         f"folder"
     )
+
+
+def _check_rotation(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if `rope_parameters` and the names that it had before say different things of the rotation.
+    transformers would take the values of one of them, and its own default for what that one leaves out."""
+    newer, older = (config.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    if not isinstance(newer, Mapping) or not isinstance(older, Mapping) or not ROTATION & newer.keys():
+        return  # one rotation for each type of layers has no older form
+    beside = {name: config[name] for name in ROTATION & config.keys() if config[name] is not None}
+    found = {"rope_scaling": older} if older else {}
+    found |= {name: {**newer, name: value} for name, value in beside.items() if name in newer}
+    for name, other in found.items():
+        if _rotation({**beside, **other}) != _rotation({**beside, **newer}):
+            raise ValueError(
+                f"model={str(folder)!r}: config.json has {name}={plain(repr(config[name]))} beside other "
+                f"rope_parameters; expected all parameters of the rotation in rope_parameters"
+            )
+
+
+def _rotation(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a rotation with the present name of its type."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return {**{name: value for name, value in parameters.items() if name != "type"}, "rope_type": kind}
 
 
 def check_older_defaults(files: ModelFiles) -> None:
