@@ -97,7 +97,11 @@ def test_one_plan_serves_steps_with_and_without_chunks(backend: GpuBackend) -> N
         assert step.num_chunks == num_chunks
         begin, end = step.gpu_plan.arrays["overlapped"][:2].tolist()
         assert begin == end or num_chunks, "items are computed twice"
-        assert (step.only("chunks") is None) == (num_chunks < 9), "decodes have launches of their own"
+        alone = step.only("chunks")
+        assert (alone is None) == (num_chunks < 9), "decodes have launches of their own"
+        assert alone is None or alone.gpu_plan.launches == step.gpu_plan.launches[:1], (
+            "whichever kernel computes chunks"
+        )
         assert bool(step.counters.kv_tokens.any()) == (num_chunks < 9), "chunks are not counted there"
         stats, of_chunks = step.stats(), step.counters.chunks
         in_chunks = of_chunks.kv_tokens_read if of_chunks else 0

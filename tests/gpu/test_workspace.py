@@ -59,6 +59,26 @@ def test_numbers_are_multiplied_once_and_tensors_each_time() -> None:
     assert scales.of(inputs(k_scale=1.0))[0] is scales.of(inputs())[0]
 
 
+def test_what_a_capture_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in the graph's memory, which the next replay writes to."""
+    scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "_is_capturing", lambda device: True)
+        captured = scales.of(inputs(k_scale=0.5))[0]
+    kept = scales.of(inputs(k_scale=0.5))[0]
+    assert kept is not captured and torch.equal(kept, captured)
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "_is_capturing", lambda device: True)
+        assert scales.of(inputs(k_scale=0.5))[0] is kept
+
+
+def test_only_so_many_products_of_scales_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_MOST_KEPT", 2)
+    scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
+    found = [[scales.of(inputs(v_scale=scale))[1] for scale in (2.0, 3.0, 4.0)] for _ in range(2)]
+    assert [first is again for first, again in zip(*found, strict=True)] == [True, False, False]
+
+
 def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_MOST_KEPT", 3)
     scales = Scales(CONFIG, CONFIG.num_kv_heads, torch.device("cpu"))
