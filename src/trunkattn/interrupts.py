@@ -1,20 +1,131 @@
-"""Ctrl-C between two steps instead of within one, and at once while a library works."""
+"""Ctrl-C between two steps instead of within one, and at once while a library works; and signals that end a command."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NoReturn, TypeVar
 
 Result = TypeVar("Result")
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM)  # what ends a command
+_WORDS: Final = "trunkattn: interrupted"
+_SHOW_CURSOR: Final = "\x1b[?25h"  # progress bars hide it
+
+
+class CommandSignals:
+    """The handler of a command's SIGINT and SIGTERM, which raises KeyboardInterrupt, or ends the process at once.
+
+    Attributes:
+        received: the signal that came; None: none did.
+        may_end: above 0 where the process may end at once (`ends_at_once`).
+        folders: temporary folders that have to be removed first.
+
+    Example:
+        >>> with CommandSignals().handling() as signals:
+        ...     assert signals.received is None
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.may_end = self.folders = 0
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the process ends at once."""
+        return self.may_end > 0 and not self.folders
+
+    @contextmanager
+    def handling(self) -> Iterator["CommandSignals"]:
+        """Context in which it handles both signals, but for those that whoever started the command lets it ignore."""
+        before = {number: signal.getsignal(number) for number in _ENDING}
+        taken = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+        for number in taken:
+            signal.signal(number, self)
+        try:
+            yield self
+        finally:
+            for number in taken:
+                signal.signal(number, before[number])
+
+    def __call__(self, number: int, _: Any) -> None:
+        self.received = number
+        if self.ends_at_once:
+            with suppress(Exception):  # the stream may be in use, or its reader gone
+                sys.stdout.flush()
+            with suppress(OSError):
+                os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}\n{_WORDS}\n".encode())
+            os._exit(128 + number)
+        raise KeyboardInterrupt
+
+    def exit(self) -> NoReturn:
+        """Ends the command with a line and the status that shells give it."""
+        with suppress(OSError):
+            print(_WORDS, file=sys.stderr)
+        sys.exit(128 + (self.received or signal.SIGINT))
+
+
+def _of_command() -> CommandSignals | None:
+    """The handler of interrupts, if this thread gets them and it is a command's."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(signal.SIGINT)
+    return handler if isinstance(handler, CommandSignals) else None
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Context in which Ctrl-C and SIGTERM end a command at once and with a line, also while it computes or compiles. In
+    any other program it changes nothing."""
+    signals = _of_command() or CommandSignals()
+    signals.may_end += 1
+    try:
+        yield
+    finally:
+        signals.may_end -= 1
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is removed at the end, also of a command that a signal ends."""
+    signals = _of_command() or CommandSignals()
+    signals.folders += 1
+    try:
+        with TemporaryDirectory() as folder:
+            yield Path(folder)
+    finally:
+        signals.folders -= 1
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context of imports that take long. Libraries drop an interrupt of theirs, turn it into other errors, or end the
+    process, so it waits until they are through. A command ends at once."""
+    with ends_at_once(), held_interrupts():
+        yield
+
+
+def usual_signals() -> None:
+    """Lets Ctrl-C and SIGTERM do from now on what they do in any program, such as one that handles them itself, or in a
+    process whose parent ends it."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if isinstance(signal.getsignal(number), CommandSignals):
+            signal.signal(number, handler)
 
 
 class _Hold:
-    """A handler that keeps an interrupt for the one before it, which it calls at once for a second interrupt."""
+    """A handler that keeps a signal for the one before it, which it calls at once for a second one."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before, self._held = before, list[tuple[Any, ...]]()
+        numbers = _ENDING if isinstance(before, CommandSignals) else (signal.SIGINT,)
+        self._taken = [number for number in numbers if signal.getsignal(number) is before]
+        for number in self._taken:
+            signal.signal(number, self)
 
     def __call__(self, *arguments: Any) -> None:
         self._held.append(arguments)
@@ -22,8 +133,9 @@ class _Hold:
             self._before(*arguments)
 
     def release(self) -> None:
-        """Puts the handler before back, and gives it the interrupt that was kept."""
-        signal.signal(signal.SIGINT, self._before)
+        """Puts the handler before back, and gives it the signal that was kept."""
+        for number in self._taken:
+            signal.signal(number, self._before)
         if len(self._held) == 1:
             self._before(*self._held[0])
 
@@ -42,11 +154,14 @@ def held_interrupts() -> Iterator[None]:
     """
     is_main = threading.current_thread() is threading.main_thread()  # asked first: signals cost microseconds
     before = signal.getsignal(signal.SIGINT) if is_main else None
-    if not callable(before) or isinstance(before, _Hold):
+    if (
+        not callable(before)
+        or isinstance(before, _Hold)
+        or (isinstance(before, CommandSignals) and before.ends_at_once)
+    ):
         yield
         return
     hold = _Hold(before)
-    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:

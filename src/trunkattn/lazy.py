@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from trunkattn.interrupts import held_interrupts
+from trunkattn.interrupts import importing
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -25,7 +25,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with held_interrupts():  # libraries turn an interrupt of their import into other errors, or end the process
+        with importing():
             return getattr(import_module(homes[name]), name)
 
     def names() -> list[str]:

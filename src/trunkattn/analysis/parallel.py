@@ -3,10 +3,13 @@
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, TypeVar
+
+from trunkattn.interrupts import usual_signals
 
 # After which garbage is looked for. A cache has an object for each of its pages: to look at them often takes as long as
 # the replay.
@@ -84,6 +87,8 @@ def _start(number: int, task: Task[Any]) -> tuple[Connection, tuple[int, Any]]:
 
 
 def _work(task: Task[Any], sender: Connection) -> None:
+    usual_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
     gc.freeze()  # what the process was given needs no second look, which would also copy its memory
     gc.set_threshold(_NEW_OBJECTS)
     try:

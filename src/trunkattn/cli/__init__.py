@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+from trunkattn.interrupts import CommandSignals, importing
 from trunkattn.names import install_command
 
 __all__ = ["main"]
@@ -18,7 +19,19 @@ NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m trunkattn`."""
+    """Entry point of the console script and of `python -m trunkattn`. Ctrl-C and SIGTERM end it with one line, and with
+    status 130 or 143."""
+    with CommandSignals().handling() as signals:
+        try:
+            _checked()
+        except (KeyboardInterrupt, SystemExit):  # typer makes the second of the first
+            if signals.received is None:
+                raise
+            signals.exit()
+
+
+def _checked() -> None:
+    """Runs the command, and says in a line what the system refuses it."""
     is_silent = sys.argv[1:2] == ["serve"] and not {"--help", "-h"} & {*sys.argv}  # it prints no result
     if not is_silent and not _takes_output():
         sys.exit(
@@ -66,8 +79,9 @@ def _run() -> None:
         sys.exit(run_plainly(sys.argv[2:]))
     if missing:
         sys.exit(f"trunkattn: the command needs {' and '.join(missing)}: {install_command('engine')}")
-    from trunkattn.cli.app import app
-    from trunkattn.cli.streams import prepare_standard_streams
+    with importing():
+        from trunkattn.cli.app import app
+        from trunkattn.cli.streams import prepare_standard_streams
 
     prepare_standard_streams()
     app()

@@ -9,7 +9,7 @@ from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.command import command
 from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
 from trunkattn.cli.packages import ANALYSIS_PACKAGES, ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
-from trunkattn.interrupts import held_interrupts
+from trunkattn.interrupts import importing
 from trunkattn.names import install_command
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def demo(options: DemoOptions) -> None:
     on two cores for one to four minutes. `trunkattn doctor` says how to install the model.
     """
     need_engine()
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.demo import run_demo_command
 
     run_demo_command(options)
@@ -78,7 +78,7 @@ def generate(options: GenerateOptions) -> None:
     Example: `trunkattn generate ./SmolLM2 --prompt "Why is the sky blue?"`
     """
     need_engine()
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.generate import run_generate
 
     run_generate(options)
@@ -96,7 +96,7 @@ def serve(options: ServeOptions) -> None:
     Example: `trunkattn serve ./SmolLM2`
     """
     _need(SERVER_PACKAGES, "serve")
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.serve import run_serve
 
     run_serve(options)
@@ -114,7 +114,7 @@ def analyze(options: AnalyzeOptions) -> None:
     Example: `trunkattn analyze requests.jsonl --gpu "NVIDIA H100" --model llama-3-8b --html report.html`
     """
     _need(ANALYSIS_PACKAGES, "engine")
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.analyze import run_analyze
 
     run_analyze(options)
@@ -131,7 +131,7 @@ def explain(options: ExplainOptions) -> None:
     Example: `trunkattn explain 1,4,64_1024,512,128 --gpu "NVIDIA H100"`
     """
     _need(ANALYSIS_PACKAGES, "engine")
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.explain import run_explain
 
     run_explain(options)
@@ -145,7 +145,7 @@ def doctor(options: DoctorOptions) -> None:
     Runs a small attention on the CPU and compares it with the float64 reference. The first run compiles the kernels,
     which takes up to a minute. The exit code is 0 if the library and the engine work on this CPU, otherwise 1.
     """
-    with held_interrupts():  # torch drops one within its import
+    with importing():
         from trunkattn.cli.doctor import run_doctor
 
     run_doctor(options)

@@ -26,6 +26,7 @@ from trunkattn.cli.models import working
 from trunkattn.cli.options import DemoOptions
 from trunkattn.cli.streams import check_writable, print_json
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
+from trunkattn.interrupts import ends_at_once
 from trunkattn.other_work import OtherWork
 from trunkattn.planner.prefix_forest import Forest, build_forest
 
@@ -71,14 +72,15 @@ def run_demo(options: DemoOptions, model: Path, workload: DemoWorkload, console:
         check_writable("out", options.out / PICTURE, {})
     engines = {}
     for policy in POLICIES:
-        with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions):
+        with working(console, f"Loading {model.stem} for {policy}"), reported_by_option(DemoOptions), ends_at_once():
             engines[policy] = LLM(model, policy=policy, page_size=options.page_size, device="cpu")
     demo = Demo(options, workload, engines, tokenize(engines["auto"], workload), console)
-    warm_up(demo)
-    widest = stream(demo)
-    others = OtherWork()
-    runs = measure(demo)
-    busy = others.cores()
+    with ends_at_once():
+        warm_up(demo)
+        widest = stream(demo)
+        others = OtherWork()
+        runs = measure(demo)
+        busy = others.cores()
     picture = draw(demo, widest)
     result = summarise(engines["auto"], workload, runs, widest, picture, busy)
     if not options.as_json:

@@ -20,6 +20,7 @@ from trunkattn.cli.options import GenerateOptions
 from trunkattn.cli.streams import STANDARD_STREAM, print_json
 from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
 from trunkattn.engine.model.path import existing_path
+from trunkattn.interrupts import ends_at_once, importing
 from trunkattn.validate import check_text, shown
 
 if TYPE_CHECKING:
@@ -40,19 +41,23 @@ def run_generate(options: GenerateOptions) -> None:
     prompts = [_standard_input() if prompt is None else prompt for prompt in given]
     errors = Console(file=sys.stderr)
     with reported_by_option(GenerateOptions), working(errors, f"Loading {name_of(options.model)}"):
-        from trunkattn.engine import LLM
+        with importing():
+            from trunkattn.engine import LLM
 
         use_threads(options.threads)
-        llm = LLM(options.model, **fields_of(EngineConfig, options))
+        with ends_at_once():
+            llm = LLM(options.model, **fields_of(EngineConfig, options))
     errors.print(f"{name_of(options.model)} runs on {place(llm)}", style="dim", markup=False, highlight=False)
     requests = [tokenize(llm, prompt, options.chat) for prompt in prompts]
     with reported_by_option(GenerateOptions):
         stream = llm.stream(requests, params)
     console = Console()
     if len(requests) == 1 and params.n == 1 and console.is_terminal and not options.as_json:
-        outputs = print_stream(stream, console)
+        with ends_at_once():
+            outputs = print_stream(stream, console)
     else:
-        outputs = collect(stream, len(requests), params.n * options.max_tokens, errors)
+        with ends_at_once():
+            outputs = collect(stream, len(requests), params.n * options.max_tokens, errors)
         if options.as_json:
             print_json(valid_json(as_json(options, prompts, outputs, llm)))
             return

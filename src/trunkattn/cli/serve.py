@@ -18,6 +18,7 @@ from trunkattn.cli.models import name_of, place, use_threads
 from trunkattn.cli.options import ServeOptions
 from trunkattn.engine import EngineConfig
 from trunkattn.engine.model.path import existing_path
+from trunkattn.interrupts import ends_at_once, importing, usual_signals
 from trunkattn.server import ServerOptions
 
 if TYPE_CHECKING:
@@ -48,13 +49,15 @@ def run_serve(options: ServeOptions) -> None:
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
     with _bound(server) as listener:
-        from trunkattn.server import AppServer, create_app
+        with importing():
+            from trunkattn.server import AppServer, create_app
 
         app = create_app(_load(options, config), server)
         _listen(listener, server)
         host, port = listener.getsockname()[:2]
         where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
+        usual_signals()  # uvicorn handles them, and raises them again when the answers have ended
         try:
             AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
         finally:
@@ -112,11 +115,13 @@ def _load(options: ServeOptions, config: EngineConfig) -> "LLM":
     they would fail if the disk of the log is full. Log lines do not."""
     _LOG.info("Loading %s. The first time, this compiles kernels too.", name_of(options.model))
     with reported_by_option(ServeOptions), contextlib.redirect_stderr(io.StringIO()):
-        from trunkattn.engine import LLM
+        with importing():
+            from trunkattn.engine import LLM
 
         use_threads(options.threads)
-        llm = LLM(options.model, **vars(config))
-        llm.warm_up()
+        with ends_at_once():
+            llm = LLM(options.model, **vars(config))
+            llm.warm_up()
     # Garbage collection stops every thread. All objects so far stay alive, so it need not visit them again.
     gc.collect()
     gc.freeze()

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import typer
+
+from trunkattn.interrupts import temporary_folder
 
 STANDARD_STREAM: Final = Path("-")
 
@@ -75,8 +76,8 @@ def as_file(path: Path) -> Iterator[Path]:
         return
     if path == STANDARD_STREAM and sys.stdin is None:
         raise ValueError(f"log={str(path)!r}: expected standard input that is open, and it is closed")
-    with TemporaryDirectory() as folder:
-        copy = Path(folder) / ("standard input" if path == STANDARD_STREAM else path.name)
+    with temporary_folder() as folder:
+        copy = folder / ("standard input" if path == STANDARD_STREAM else path.name)
         try:
             with sys.stdin.buffer if path == STANDARD_STREAM else path.open("rb") as source, copy.open("wb") as target:
                 shutil.copyfileobj(source, target)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from trunkattn.engine.model.gguf.header import MAGIC
 from trunkattn.engine.model.path import EXPECTED_MODEL, existing_path
 from trunkattn.engine.sampling_params import default_sampling_params
+from trunkattn.interrupts import temporary_folder
 from trunkattn.validate import check_int
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,15 +104,15 @@ class ModelFiles:
             ValueError: naming the path, for any error of the body: a foreign file can make a reader raise nearly
                 anything.
         """
-        with TemporaryDirectory() as linked:
+        with temporary_folder() as linked:
             if self.gguf_file is not None:
-                (Path(linked) / self.gguf_file).symlink_to(self.path.resolve())
+                (linked / self.gguf_file).symlink_to(self.path.resolve())
             try:
-                yield self.folder if self.gguf_file is None else Path(linked)
+                yield self.folder if self.gguf_file is None else linked
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:  # what panics in the package tokenizers is no Exception
-                reason = one_line(error).replace(linked, str(self.folder))
+                reason = one_line(error).replace(str(linked), str(self.folder))
                 raise ValueError(
                     f"model={str(self.path)!r}: transformers cannot {what} ({reason}); {expected}"
                 ) from error

@@ -6,8 +6,6 @@ says. Here the file's values are compared with the configuration, put into it wh
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +17,7 @@ from trunkattn.engine.model.files import plain
 from trunkattn.engine.model.gguf.header import GgufHeader
 from trunkattn.engine.model.gguf.rope import apply_gguf_rope
 from trunkattn.engine.model.gguf.sampling import gguf_sampling
+from trunkattn.interrupts import temporary_folder
 
 # A key of the architecture -> the configuration's field of that meaning: the first that the model's type has.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -177,8 +176,8 @@ def _by_transformers(header: GgufHeader) -> dict[str, Any]:
     short keys and the names of the tensors."""
     from gguf import GGUFValueType, GGUFWriter
 
-    with TemporaryDirectory() as folder:
-        writer = GGUFWriter(Path(folder) / "header.gguf", header.architecture)
+    with temporary_folder() as folder:
+        writer = GGUFWriter(folder / "header.gguf", header.architecture)
         vocabulary = f"{header.architecture}.vocab_size"
         for key, value in {vocabulary: _vocab_size(header), **header.keys}.items():
             is_token = key.startswith(SPECIAL_TOKENS) and key.endswith("_token_id")

@@ -1,0 +1,116 @@
+"""Ctrl-C and SIGTERM end a command with one line and its status, at once where nothing has to be put away."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from trunkattn.analysis.parallel import run_all
+from trunkattn.interrupts import CommandSignals, ends_at_once, held_interrupts, importing, temporary_folder
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+PROGRAM = """
+import signal, sys
+import trunkattn.cli as cli
+
+def interrupt():
+    signal.raise_signal({number})
+
+class Dropping:  # as the imports of some libraries do
+    def find_spec(self, name, *_):
+        if name == "trunkattn.cli.app":
+            try:
+                interrupt()
+            except KeyboardInterrupt:
+                pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["trunkattn", "doctor"]
+{change}
+cli.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_raise() -> Iterator[None]:
+    """A shell without job control starts a process in the background with interrupts that are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("change", ["sys.meta_path.insert(0, Dropping())", "cli._run = interrupt"])
+def test_one_line_and_the_status_of_a_shell(number: signal.Signals, change: str) -> None:
+    program = PROGRAM.format(number=int(number), change=change)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (128 + number, "", "trunkattn: interrupted")
+
+
+def status_of(work: Callable[[], object]) -> int:
+    """How a child ends whose command does some work."""
+    child = os.fork()
+    if not child:
+        try:
+            with CommandSignals().handling():
+                work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_step_or_a_compiler_delays_the_end_of_no_command(number: signal.Signals) -> None:
+    def step() -> None:
+        with ends_at_once(), held_interrupts():
+            signal.raise_signal(number)
+
+    def imports() -> None:
+        with importing():
+            signal.raise_signal(number)
+
+    assert status_of(step) == status_of(imports) == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_temporary_folder_goes_first(number: signal.Signals) -> None:
+    with (
+        CommandSignals().handling() as signals,
+        pytest.raises(KeyboardInterrupt),
+        ends_at_once(),
+        temporary_folder() as folder,
+    ):
+        (folder / "a file").touch()
+        signal.raise_signal(number)
+    assert signals.received == number and not folder.exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_both_signals_wait_where_a_library_must_not_be_interrupted(number: signal.Signals) -> None:
+    through = False
+    with CommandSignals().handling(), pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(number)
+        through = True
+    assert through and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As `nohup` and `&` in a script start a command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with CommandSignals().handling() as signals:
+        signal.raise_signal(signal.SIGINT)
+    assert signals.received is None
+
+
+def test_a_terminal_interrupts_the_parent_alone() -> None:
+    """It sends Ctrl-C to all processes of a command, and each would print a traceback."""
+
+    def task(_: Callable[[float], None]) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    with CommandSignals().handling():
+        assert run_all([task, task], [1.0, 1.0], lambda _: None, 2) == [True, True]
