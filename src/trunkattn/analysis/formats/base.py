@@ -155,10 +155,14 @@ def each(parse_line: Callable[[Line], Iterable[Entry | SkippedLine]]) -> Parse:
 def first_named(fields: Fields, *names: str) -> tuple[str, Any]:
     """The name and the value of the first of these fields that is present and not null; the first name and None if all
     are absent. A dot leads into an inner object."""
+    is_mapping = type(fields) is dict or isinstance(fields, Mapping)  # the latter takes ten times as long
     for name in names:
         value: Any = fields
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        if "." not in name:
+            value = fields.get(name) if is_mapping else None
+        else:
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
             return name, value
     return names[0], None

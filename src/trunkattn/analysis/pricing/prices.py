@@ -152,6 +152,8 @@ class Prices:
     def read_shares(self, batch: DecodeBatch) -> tuple[float, float]:
         """Shares of the sequences' KV that a decode step reads, one by one and shared. Both are 1 unless layers have a
         sliding window."""
+        if set(self.shape.windows) == {None}:
+            return 1.0, 1.0
         one_by_one = shared = 0
         for window, layers in self.shape.layers_by_window.items():
             limit = UNLIMITED if window is None else window

@@ -25,7 +25,10 @@ MEDIA: Final = ("image", "audio", "video", "file", "blob", "document")  # parts 
 # Multipliers and shifts of splitmix64's finalizer, and its step (https://doi.org/10.1145/2714064.2660195).
 _STEP: Final = 0x9E3779B97F4A7C15
 _FEWEST_PLACES: Final = 1 << 12
-_MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_MIXING: Final = tuple(
+    (np.uint64(shift), np.uint64(factor)) for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
+_LAST_SHIFT: Final = np.uint64(31)
 
 
 class Encoder(Protocol):
@@ -56,8 +59,9 @@ class Encoder(Protocol):
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Each number with its bits mixed by splitmix64's finalizer."""
     for shift, factor in _MIXING:
-        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
-    return values
+        values = values ^ (values >> shift)
+        values *= factor
+    return values ^ (values >> _LAST_SHIFT)
 
 
 def chained(units: NDArray[np.int64], per_block: int = 1) -> NDArray[np.int64]:
