@@ -198,6 +198,41 @@ def compile_hopper_forward(
     return compile_gluon(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS, checks_products=True)
 
 
+def compile_hopper_queries(
+    target: Target,
+    head_dim_v: int,
+    causal: bool = True,
+    packed: bool = False,
+    tree: bool = False,
+    window: bool = False,
+    soft_cap: float = 0.0,
+) -> Resources:
+    """`query_gradients_kernel`, as `compile_hopper_forward`."""
+    from trunkattn.training.arguments import Scales, Variant
+    from trunkattn.training.hopper import query_gradients as backward
+    from trunkattn.training.hopper.query_tiles import Tables
+
+    dims = (target.head_dim, head_dim_v)
+    variant = Variant(causal, packed, tree, window, soft_cap > 0, False, even_q=False, even_k=False)
+    constants = backward.query_constants(dims, variant, soft_cap)
+    keys, head_values = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
+    block_n = constants.tile.block_n
+    rows = (64, keys), (block_n, keys), (block_n, head_values), (64, head_values)
+    q_desc, k_desc, v_desc, dout_desc = (_training_descriptor(target, *box) for box in rows)
+    of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
+    arguments = backward.QueryArguments(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, dout_desc=dout_desc, dq_desc=q_desc,
+        tensors=backward.RowTensors("*fp32", "*fp32", f"*{target.dtype}"),
+        tables=Tables(
+            cu_seqlens_q=of_packed, cu_seqlens_k=of_packed, subtree_end=of_tree, segment_of=of_tree, segments=of_tree,
+            depths=of_tree if window else None, next_tile="*i32", window="i32", sinks=None,
+        ),
+        num_sequences="i32", section="i32", scales=Scales("fp32", "fp32", "fp32"), C=constants,
+    )  # fmt: skip
+    kernel = backward.query_gradients_kernel
+    return compile_gluon(kernel, target, arguments, backward.LAUNCH_REGISTERS, checks_products=True)
+
+
 def _training_descriptor(target: Target, rows: int, width: int) -> str:
     layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)"
     return f"tensordesc<{target.dtype}[1, {rows}, 1, {width}],{layout}>"

@@ -42,6 +42,6 @@ def test_every_head_dim_is_in_the_table_and_goes_where_it_says() -> None:
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_keys_of_192_with_values_of_128_go_to_cudnn(is_grouped: bool) -> None:
-    assert "Keys of 192 with values of 128 go to cuDNN" in GUIDE
-    assert who_computes((192, 128), is_grouped) == ("cuDNN", "cuDNN")
+def test_keys_of_192_with_values_of_128_are_computed_here(is_grouped: bool) -> None:
+    assert "Keys of 192 with values of 128 are ours, too" in GUIDE
+    assert who_computes((192, 128), is_grouped) == ("ours", "ours")

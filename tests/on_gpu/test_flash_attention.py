@@ -330,20 +330,24 @@ def test_nan_of_a_packed_sequence_stays_in_it() -> None:
     assert found[:100].isnan().all() and torch.equal(found[100:], expected[100:])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192)])
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_hopper_kernels_for_the_sanitizer(monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dim: int) -> None:
+def test_hopper_kernels_for_the_sanitizer(
+    monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dims: tuple[int, int]
+) -> None:
     """Some CTAs compute several tiles."""
     monkeypatch.setattr(spec, "cudnn_version", tuple)  # it would compute the tree
-    case = TrainingCase(PACKED, True, True, (8, 2), head_dim, BF16, padding=150, device="cuda")
+    head_dim, head_dim_v = head_dims
+    case = TrainingCase(PACKED, True, True, (8, 2), head_dim, BF16, padding=150, device="cuda", head_dim_v=head_dim_v)
     if is_tree:
         tree = PrefixTree.from_segments([-1, *[0] * 50], [300, *[37] * 50])
-        case = tree_case(tree, head_dim=head_dim, dtype=BF16, device="cuda", heads=(8, 2))
+        case = tree_case(tree, head_dim=head_dim, head_dim_v=head_dim_v, dtype=BF16, device="cuda", heads=(8, 2))
     card = card_at("cuda")
     if not card.why_not_hopper:
         for work, name in ((Work.FORWARD, "Hopper forward"), (Work.BACKWARD, "Hopper backward")):
             options = ("tree" if is_tree else "cu_seqlens_q",)
-            kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim, options, True), card).kernel
+            kernel = choose(work, TrainingConfig(head_dim, BF16, head_dim_v, options, True), card).kernel
             assert kernel and kernel.name == name
             assert kernel.source().reads(*case.inputs[:3])
-    check(case, False)
+    for deterministic in (False, True):
+        check(case, deterministic)

@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from trunkattn.training.arguments import Batch, Scales, Variant
 from trunkattn.training.hopper.backward import REGISTERS, hopper_backward_kernel
-from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork, backward_tile
+from trunkattn.training.hopper.key_blocks import NARROW, BackwardConstants, KeyWork, backward_tile
 from trunkattn.training.hopper.key_loads import DQ_BOX
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -37,6 +37,7 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
     """The main kernel. Packed sequences and trees end inside blocks of keys."""
     kind, *features = kind.split("+")
     tile = backward_tile(*head_dims)
+    adds_dq = tile.consumers == NARROW and "deterministic" not in features
     packed, tree, window = kind == "packed", kind == "tree", "window" in features
     variant = Variant(kind != "full", packed, tree, window, "cap" in features, False, False, not (packed or tree))
     members = 1 if "parts" in features else group_size
@@ -48,7 +49,7 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
     names = hopper_backward_kernel.arg_names
     types = {
         "q_desc": rows, "k_desc": keys, "v_desc": keys, "dout_desc": rows,
-        "dq_sums": "*fp32" if tile.wide else descriptor("fp32", DQ_BOX, 128),
+        "dq_desc": descriptor("fp32", DQ_BOX, 128) if adds_dq else "constexpr",
         "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
         "work": KeyWork(out, out, "*i32" if tree and window else "constexpr", *["i32"] * 3),
         "batch": batch._replace(**absent),
@@ -56,7 +57,7 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
     }  # fmt: skip
     place = names.index("batch")
     values: dict[tuple[int, ...], Any] = {(place, Batch._fields.index(field)): None for field in absent}
-    values[names.index("C"),] = BackwardConstants(tile, variant, *head_dims, group_size, members)
+    values[names.index("C"),] = BackwardConstants(tile, variant, *head_dims, group_size, members, adds_dq)
     pointers = [0, 1]
     if tree and window:
         pointers.append(2)
@@ -64,8 +65,8 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
         values[names.index("work"), 2] = None
     aligned = {(place, Batch._fields.index(field)): [["tt.divisibility", 16]] for field in present}
     aligned |= {(names.index("work"), at): [["tt.divisibility", 16]] for at in pointers}
-    if tile.wide:
-        aligned[names.index("dq_sums"),] = [["tt.divisibility", 16]]
+    if not adds_dq:
+        values[names.index("dq_desc"),] = None
     source = GluonASTSource(hopper_backward_kernel, {name: types[name] for name in names}, values, aligned)
     options = {"num_warps": 4, "maxnreg": REGISTERS}
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from benchmarks.kernels.compile_kernels import compile_hopper_forward
+from benchmarks.kernels.compile_kernels import compile_hopper_forward, compile_hopper_queries
 from benchmarks.kernels.cross_compile import Target
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,11 @@ def main() -> None:
     kernels = {
         f"{keys}/{values} {name}": partial(compile_hopper_forward, Target(90, keys), values, **VARIANTS[name])
         for (keys, values), name in product(HEAD_DIMS, VARIANTS)
+    }
+    kernels |= {
+        f"dq {keys}/{values} {name}": partial(compile_hopper_queries, Target(90, keys), values, **VARIANTS[name])
+        for (keys, values), name in product(HEAD_DIMS, VARIANTS)
+        if "options" not in name
     }
     kernels["128/128 float16"] = partial(compile_hopper_forward, Target(90, 128, dtype="fp16", kv_dtype="fp16"), 128)
     print(json.dumps({name: asdict(kernels[name]()) for name in sys.argv[1:] or kernels}))

@@ -38,12 +38,12 @@ def chosen(work: Work, config: TrainingConfig, capability: int = 90) -> str | No
         (LONG._replace(is_grouped=True), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=64, head_dim_v=64), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=96, head_dim_v=96), "FlashAttention-4", "FlashAttention-4"),
-        (LONG._replace(head_dim=256, head_dim_v=256), "FlashAttention-4", "FlashAttention-4"),
+        (LONG._replace(head_dim=256, head_dim_v=256), "FlashAttention-4", "Hopper"),
         (LONG._replace(options=("deterministic",)), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=192), "FlashAttention-4", "FlashAttention-4"),
         (LONG._replace(head_dim=192, is_grouped=True), "FlashAttention-4", "Hopper"),
         (PLAIN, "cuDNN", "FlashAttention-4"),
-        (PLAIN._replace(head_dim=256, head_dim_v=256), "Hopper", "FlashAttention-4"),
+        (PLAIN._replace(head_dim=256, head_dim_v=256), "Hopper", "Hopper"),
         (PLAIN._replace(is_grouped=True), "cuDNN", "Hopper"),
         (PLAIN._replace(options=("deterministic",)), "Hopper", "FlashAttention-4"),
         (LONG._replace(options=("cu_seqlens_q",)), "Hopper", "Hopper"),
@@ -62,7 +62,7 @@ def test_who_computes_each_pass(config: TrainingConfig, forward: str, backward: 
 
 def test_cudnn_computes_both_passes_where_none_of_them_is_faster_elsewhere() -> None:
     assert chosen(Work.BATCH, LONG) is chosen(Work.BATCH, PLAIN) is None
-    for head_dim in (32, 224):
+    for head_dim in (8, 32):
         assert chosen(Work.BATCH, PLAIN._replace(head_dim=head_dim, head_dim_v=head_dim)) == "cuDNN of PyTorch"
     assert chosen(Work.BATCH, LONG, capability=100) == "cuDNN of PyTorch"
     choice = choose(Work.BATCH, PLAIN, Card(ASSUMED.facts._replace(capability=90), ASSUMED.model))

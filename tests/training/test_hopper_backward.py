@@ -1,6 +1,7 @@
 """The backward pass for Hopper without one: what it refuses, what it compiles to, and the kernels before and behind the
 main one, for which PyTorch stands in. On a card: tests/on_gpu/test_flash_attention.py."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from benchmarks.kernels.tile_solver import ARCHITECTURES
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.hopper import backward as hopper
+from trunkattn.training.hopper import query_gradients
 from trunkattn.training.spec import TrainingConfig
 
 from ..compiling import compile_report
@@ -29,7 +31,7 @@ ALL = tuple(
     for head_dims in ("64", "128", "192/128", "192", "256")
     for group_size in (1, 4)
     for kind in KINDS
-)
+) + tuple(f"{head_dim} 1 {kind}+deterministic" for head_dim in (64, 128) for kind in KINDS)
 FEW = ("128 4 causal", "64 1 packed", "192/128 4 causal")
 # Bytes of a thread's stack, about as found with Triton 3.9: addresses and descriptors, which a loop reads again.
 SPILLED_AT_MOST = {"64": 280, "128": 240, "192/128": 64, "192": 104, "256": 260}
@@ -63,60 +65,81 @@ def test_what_it_refuses_goes_to_the_portable_kernel() -> None:
         return choice.kernel.name, "; ".join(choice.passed_over.get("Hopper backward", ()))
 
     features = {"options": ("sliding_window", "logits_soft_cap", "sinks")}
-    for changes in ({}, {"dtype": torch.float16}, {"head_dim": 40, "head_dim_v": 128}, {"head_dim": 256}, features):
+    for changes in (
+        {},
+        {"options": ("deterministic",)},
+        {"dtype": torch.float16},
+        {"head_dim": 40, "head_dim_v": 128},
+        {"head_dim": 256},
+        features,
+    ):
         assert chosen(**changes) == ("Hopper backward", "")
     portable = {
         "compute capability 8.0: the fast kernels are for 9.0": {"capability": 80},
         "dtype torch.float32: expected torch.bfloat16 or torch.float16": {"dtype": torch.float32},
         "head_dim 100: expected a multiple of 8 from 40 to 256": {"head_dim": 100},
         "head_dim_v 32: expected a multiple of 8 from 40 to 256": {"head_dim_v": 32},
-        "deterministic is given: the Hopper backward pass has none": {"options": ("deterministic",)},
     }
     for reason, changes in portable.items():
         assert chosen(**changes) == ("portable backward", reason)
 
 
-def by_threads(sums: torch.Tensor) -> torch.Tensor:
-    """Blocks of dq [..., 64, dim] in the order in which threads hold them after a matrix product: in a panel of 64 dims
-    warp w has the rows 16 w to 16 w + 15, and lane 4 i + j of it the columns 2 j and 2 j + 1 of each 8, in the rows i
-    and i + 8."""
-    warps, halves, rows, panels, eights, columns, pair = range(-7, 0)
-    parts = sums.unflatten(-1, (-1, 8, 4, 2)).unflatten(-5, (4, 2, 8))
-    return parts.movedim((panels, warps, eights, rows, columns, halves, pair), tuple(range(-7, 0))).contiguous()
+class StandIn:
+    """Stands in for a kernel, keeps the arguments of its launches, and calls `compute` with them."""
 
-
-class MainKernel:
-    """Stands in for the main kernel, in PyTorch, and keeps its arguments."""
-
-    def __init__(self, case: TrainingCase) -> None:
-        self.case = case
+    def __init__(self, compute: Callable[[dict[str, Any]], None]) -> None:
+        self.compute = compute
         self.launches: list[dict[str, Any]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(**given: Any) -> None:
             self.launches.append(given | {"grid": grid[0]})
-            batch, heads = given["q_desc"].shape[0], self.case.heads[0]
-            tile = given["C"].tile
-            rows = given["rows_desc"].base.view(batch, heads, -1, 2, tile.block_m)
-            dq_sums = given["dq_sums"] if tile.wide else given["dq_sums"].base
-            sums = dq_sums.view(batch, heads, -1, tile.block_m, tile.dim)
-            for number, part in enumerate(self.sequences(given)):
-                first = part.begin_q // tile.block_m + number if self.case.packed else 0
-                at = slice(first, first - (-len(part.q) // tile.block_m))
-                for head in range(heads):
-                    own = rows[part.row, head, at].transpose(0, 1).flatten(1)[:, : len(part.q)]
-                    dq = sums[part.row, head, at].flatten(0, 1)[: len(part.q), : part.q.shape[-1]]
-                    self.add(part, head, own, dq, given["scales"])
-            if tile.wide:
-                dq_sums.copy_(by_threads(sums).view_as(dq_sums))
+            self.compute(given)
 
         return launch
+
+
+class Kernels:
+    """Compute in PyTorch what the main kernel and the kernel of dq write."""
+
+    def __init__(self, case: TrainingCase) -> None:
+        self.case = case
+        self.main, self.queries = StandIn(self._add_to_all), StandIn(self._write_dq)
+
+    def _add_to_all(self, given: dict[str, Any]) -> None:
+        batch, heads = given["q_desc"].shape[0], self.case.heads[0]
+        tile = given["C"].tile
+        rows = given["rows_desc"].base.view(batch, heads, -1, 2, tile.block_m)
+        sums = given["dq_desc"] and given["dq_desc"].base.view(batch, heads, -1, tile.block_m, tile.dim)
+        for number, part in enumerate(self.sequences(given)):
+            first = part.begin_q // tile.block_m + number if self.case.packed else 0
+            at = slice(first, first - (-len(part.q) // tile.block_m))
+            for head in range(heads):
+                own = rows[part.row, head, at].transpose(0, 1).flatten(1)[:, : len(part.q)]
+                dq, dk, dv = self.gradients(part, head, own, given["scales"].sm_scale)
+                if sums is not None:
+                    sums[part.row, head, at].flatten(0, 1)[: len(part.q), : part.q.shape[-1]] += dq.float()
+                kv_head = head // (heads // self.case.heads[1])
+                part.dk[:, kv_head] += dk.to(part.dk.dtype)
+                part.dv[:, kv_head] += dv.to(part.dv.dtype)
+
+    def _write_dq(self, given: dict[str, Any]) -> None:
+        shape = given["q_desc"].shape
+        lse, delta, dq = given["tensors"]
+        lse, delta = (rows.view(shape[0], shape[2], shape[1]) for rows in (lse, delta))
+        for part in self.sequences(given):
+            at = slice(part.begin_q, part.begin_q + len(part.q))
+            sm_scale = given["scales"].sm_scale
+            for head in range(shape[2]):
+                shift = (lse[part.row, head, at] * LOG2_E).nan_to_num(neginf=float("inf"))
+                found = self.gradients(part, head, (shift, delta[part.row, head, at]), sm_scale)[0]
+                dq.view(shape)[part.row, at, head] = (found * sm_scale).to(dq.dtype)
 
     def sequences(self, given: dict[str, Any]) -> list[SimpleNamespace]:
         names = {"q": 0, "k": 1, "v": 1, "dout": 0}
         descriptors = {name: given[f"{name}_desc"] for name in names}
         tensors = {name: each.base.as_strided(each.shape, each.strides) for name, each in descriptors.items()}
-        for name in ("k", "v"):
+        for name in ("k", "v") if "work" in given else ():
             tensors[f"d{name}"] = getattr(given["work"], f"d{name}").view(-1, *descriptors[name].shape)[0]
         found, begin = [], [0, 0]
         for number, lengths in enumerate(self.case.lengths):
@@ -128,23 +151,23 @@ class MainKernel:
             begin = [start + length for start, length in zip(begin, lengths, strict=True)] if packed else begin
         return found
 
-    def add(self, part: SimpleNamespace, head: int, rows: torch.Tensor, dq: torch.Tensor, scales: Any) -> None:
+    def gradients(self, part: SimpleNamespace, head: int, rows: Any, sm_scale: float) -> tuple[torch.Tensor, ...]:
+        """dq, not yet multiplied by sm_scale, dk and dv of one query head. rows: shift and delta of its queries."""
         kv_head = head // (self.case.heads[0] // self.case.heads[1])
         q, dout, k, v = part.q[:, head], part.dout[:, head], part.k[:, kv_head], part.v[:, kv_head]
         q, dout, k, v = (tensor.double() for tensor in (q, dout, k, v))
-        logits, slope = q @ k.T * scales.sm_scale, 1.0
-        if scales.soft_cap:
-            tanh = torch.tanh(logits / scales.soft_cap)
-            logits, slope = scales.soft_cap * tanh, 1 - tanh**2
+        logits, slope = q @ k.T * sm_scale, 1.0
+        if soft_cap := self.case.soft_cap:
+            tanh = torch.tanh(logits / soft_cap)
+            logits, slope = soft_cap * tanh, 1 - tanh**2
         p = torch.exp2(logits * LOG2_E - rows[0][:, None]).masked_fill(~self.case._seen(len(q), len(k)), 0.0)
         ds = p * slope * (dout @ v.T - rows[1][:, None])
-        dq += (ds @ k).float()
-        part.dk[:, kv_head] += (ds.T @ q * scales.sm_scale).to(part.dk.dtype)
-        part.dv[:, kv_head] += (p.T @ dout).to(part.dv.dtype)
+        return ds @ k, ds.T @ q * sm_scale, p.T @ dout
 
 
 F16 = torch.float16
 PARAMETERS = set(hopper.hopper_backward_kernel.arg_names)
+QUERY_PARAMETERS = query_gradients.query_gradients_kernel.arg_names
 CASES = (
     TrainingCase(((150, 150), (150, 150)), False, True, (2, 2), 64, F16),
     TrainingCase(((70, 300),), False, False, (1, 1), 72, F16, head_dim_v=40),
@@ -158,29 +181,35 @@ CASES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_sms", [0, 132])
+@pytest.mark.parametrize(("num_sms", "deterministic"), [(0, False), (132, False), (132, True)])
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernels_around_the_main_one_prepare_rows_and_write_gradients(
-    case: TrainingCase, num_sms: int, monkeypatch: pytest.MonkeyPatch
+def test_the_kernels_around_the_main_ones_prepare_rows_and_write_gradients(
+    case: TrainingCase, num_sms: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there are more SMs than CTAs, they share the heads of a group."""
-    kernel = MainKernel(case)
+    kernels = Kernels(case)
     card = SimpleNamespace(multi_processor_count=num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(hopper, "hopper_backward_kernel", kernel)
-    monkeypatch.setattr(torch, "empty", torch.zeros)  # the stand-in adds to dk and dv
+    monkeypatch.setattr(hopper, "hopper_backward_kernel", kernels.main)
+    monkeypatch.setattr(query_gradients, "query_gradients_kernel", kernels.queries)
+    empty = torch.empty  # the stand-in adds to dk and dv, so they begin with zeros
+
+    def zeros(*shape: Any, **options: Any) -> torch.Tensor:
+        return (empty if options["device"] == "meta" else torch.zeros)(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", zeros)
     out, lse = (torch.cat(parts) if case.packed else torch.stack(parts) for parts in case.plain(torch.float64)[:2])
     dout, dlse = case.inputs[3:]
     pad = (0, 0, 0, 0, 0, len(dout) - len(out)) if case.packed else (0,) * 6
     out = torch.nn.functional.pad(out.to(case.dtype), pad)
     lse = torch.nn.functional.pad(lse.float(), pad[2:], value=-float("inf"))
     saved = (*case.inputs[:3], out, lse.transpose(-1, -2))
-    found = hopper.backward((dout, dlse.transpose(-1, -2)), saved, case.sequences, False)
+    found = hopper.backward((dout, dlse.transpose(-1, -2)), saved, case.sequences, deterministic)
     results = (out, lse, *found)
     case.assert_accurate(results)
     if case.packed:
         case.assert_padding_is_zero(results)
-    (given,) = kernel.launches
+    (given,) = kernels.main.launches
     assert given["grid"] == given["work"].num_runs * given["batch"].num_blocks
     group_size = case.heads[0] // case.heads[1]
     assert given["C"].members == (group_size if num_sms == 0 else 1)
@@ -188,3 +217,9 @@ def test_the_kernels_around_the_main_one_prepare_rows_and_write_gradients(
         depths = case.sequences.tree.depths[: case.tree.num_tokens].split(given["C"].tile.block_m)
         assert given["work"].block_depths.tolist() == [int(block.min()) for block in depths]
     assert set(given) - {"grid", "num_warps", "maxnreg"} == PARAMETERS
+    adds_dq = not deterministic and max(case.head_dim, case.width_v) <= 128
+    assert given["C"].adds_dq == adds_dq and len(kernels.queries.launches) == (not adds_dq)
+
+
+def test_the_arguments_are_the_parameters_of_the_kernel_of_dq() -> None:
+    assert list(query_gradients.QueryArguments._fields) == QUERY_PARAMETERS

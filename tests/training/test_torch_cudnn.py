@@ -41,9 +41,11 @@ def test_who_computes_sequences_of_one_length() -> None:
     assert "the Hopper backward pass is faster" in why(head_dim=64, head_dim_v=64)
     assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
     assert why(dtype=F32) == "dtype torch.float32: expected torch.float16 or torch.bfloat16"
-    assert why(head_dim=256, head_dim_v=256) == why(head_dim=192, is_grouped=True) == ""
-    assert why(head_dim=256, head_dim_v=256, is_grouped=True).endswith("grouped: the Hopper passes are faster")
-    assert why(head_dim=192, head_dim_v=136).endswith("of heads that are not grouped: the Hopper passes are faster")
+    for head_dims in ((256, 256), (192, 128), (40, 136)):
+        for is_grouped in (False, True):
+            said = why(head_dim=head_dims[0], head_dim_v=head_dims[1], is_grouped=is_grouped)
+            assert said.endswith("grouped: the Hopper passes are faster")
+    assert why(head_dim=256, head_dim_v=32) == ""  # no Hopper backward pass
     assert why(head_dim=260) == "head_dim 260, of values 128: expected multiples of 8 to 256"
     assert why((10, 0), head_dim=256) == "head_dim 256, of values 128: expected multiples of 8 to 128"
     assert why(options=("sinks",)) == "sinks is given: PyTorch's cuDNN attention has none"

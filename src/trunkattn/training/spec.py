@@ -88,15 +88,9 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
         reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
     elif not reasons and not refuses_cudnn_forward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
-    elif not reasons and _hopper_is_faster(config):
+    elif not reasons and config.widest > 128 and not refuses_hopper_backward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper passes are faster")
     return reasons
-
-
-def _hopper_is_faster(config: TrainingConfig) -> bool:
-    """Whether keys and values of more than 128 dims take less time in both Hopper passes than in cuDNN's."""
-    narrower, wider = sorted((config.head_dim, config.head_dim_v))
-    return narrower > 128 and (wider <= 192 or config.is_grouped)
 
 
 def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
@@ -144,6 +138,8 @@ def refuses_fa4_backward(config: TrainingConfig, card: Card) -> list[str]:
     reasons = _refuses_fa4(config, card)
     if config.is_grouped and config.head_dim != config.head_dim_v:
         reasons.append(f"{_heads(config)}: FlashAttention-4 expects one head_dim")
+    if config.widest > 192:
+        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster")
     if config.is_grouped and not config.is_long:
         reasons.append(f"grouped heads and fewer than {LONG} queries: the Hopper backward pass is faster")
     return reasons
@@ -297,8 +293,7 @@ HOPPER_MODULE: Final = "trunkattn.training.hopper"
 _HOPPER_DTYPES: Final = (torch.bfloat16, torch.float16)
 _HOPPER_DIMS: Final = 8  # head_dims are multiples of what TMA's strides are
 UNEVEN: Final = "causal over seqlen_k unlike seqlen_q"  # beside arguments of `flash_attention` among options
-_HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks", "cu_seqlens_q", "tree", UNEVEN)
-_HOPPER_OWN_KEYS: Final = 128  # head_dim up to which the sums of 64 keys fit the registers of a warpgroup
+_HOPPER_TAKES: Final = ("sliding_window", "logits_soft_cap", "sinks", "cu_seqlens_q", "tree", UNEVEN, "deterministic")
 _HOPPER_NARROWEST: Final = 40  # head_dim from which on padding to whole 128 bytes costs less than it gives
 
 
@@ -319,6 +314,13 @@ def hopper_forward_widths(head_dims: tuple[int, int]) -> HopperWidths:
     unless others are wider."""
     widths = hopper_widths(head_dims)
     return HopperWidths(*(min(width, 192) for width in widths)) if max(head_dims) <= 192 else widths
+
+
+def hopper_shares_keys(head_dims: tuple[int, int]) -> bool:
+    """Whether both consumer warpgroups of the Hopper backward pass share 64 keys, since their dk and dv do not fit the
+    registers of one."""
+    keys, head_values = head_dims
+    return head_values > 128 or keys > 192
 
 
 def hopper_forward_tile(head_dims: tuple[int, int]) -> FlashTile:
@@ -347,7 +349,7 @@ def _refuses_hopper(config: TrainingConfig, card: Card, name: str, takes: tuple[
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
     """Why the Hopper forward pass does not compute an attention on a card; empty: it does, if TMA reads the tensors."""
-    return _refuses_hopper(config, card, "the Hopper forward pass", (*_HOPPER_TAKES, "deterministic"))
+    return _refuses_hopper(config, card, "the Hopper forward pass", _HOPPER_TAKES)
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
@@ -357,6 +359,7 @@ def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
 
 
 def hopper_backward_tiles(config: TrainingConfig, card: Card) -> tuple[FlashTile, ...]:
-    """The tile of the Hopper backward pass: two consumer warpgroups, of 64 keys each unless heads are wide, and a
+    """The tile of the Hopper backward pass: two consumer warpgroups, of 64 keys each unless they share them, and a
     producer warp. Narrow heads leave registers for more queries."""
-    return (FlashTile(128 if config.widest <= 64 else 64, 128 if config.widest <= _HOPPER_OWN_KEYS else 64, 9, 2),)
+    shares_keys = hopper_shares_keys((config.head_dim, config.head_dim_v))
+    return (FlashTile(128 if config.widest <= 64 else 64, 64 if shares_keys else 128, 9, 2),)

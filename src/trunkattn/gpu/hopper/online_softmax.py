@@ -208,46 +208,46 @@ def _stage_of(pipeline, index, PART: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _add_part(scores, q_tile, kv, index, PART: gl.constexpr, T: gl.constexpr):
+def _add_part(scores, q_tile, keys, index, PART: gl.constexpr, T: gl.constexpr):
     """Starts the product of one part of queries and keys, which is added to the parts before it."""
     MEMORY: gl.constexpr = T.key_parts[PART].memory
     BEGIN: gl.constexpr = T.key_parts[PART].begin
     WIDTH: gl.constexpr = T.key_parts[PART].width
     q_part = part_of(q_tile, MEMORY, T).slice(BEGIN, WIDTH, dim=1)
-    k_part = _stage_of(kv.k, index, MEMORY, T).slice(BEGIN, WIDTH, dim=1)
+    k_part = _stage_of(keys, index, MEMORY, T).slice(BEGIN, WIDTH, dim=1)
     return warpgroup_mma(q_part, k_part.permute((1, 0)), scores, use_acc=PART > 0, is_async=True)
 
 
 @gluon.jit
-def _start_scores(q_tile, kv, index, T: gl.constexpr):
-    """Starts the product q·k of block `index`."""
+def start_scores(q_tile, keys, index, T: gl.constexpr):
+    """Starts the product q·k [64, block_n] with block `index` of the pipeline of keys."""
     BLOCK_N: gl.constexpr = T.block_n
     NUM_PARTS: gl.constexpr = len(T.key_parts)
     SCORES: gl.constexpr = T.scores
     scores = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORES)
     if NUM_PARTS == 1:
-        k_tile = kv.k.tiles.index(index % T.num_stages)
+        k_tile = keys.tiles.index(index % T.num_stages)
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
     else:
         for i in gl.static_range(NUM_PARTS):
-            scores = _add_part(scores, q_tile, kv, index, i, T)
+            scores = _add_part(scores, q_tile, keys, index, i, T)
     return scores
 
 
 @gluon.jit
-def _add_values(acc, p, kv, index, T: gl.constexpr):
-    """Starts to add the products of p and the values of block `index` to the parts of acc."""
+def add_values(acc, p, values, index, T: gl.constexpr):
+    """Starts to add the products of p and block `index` of the pipeline of values to the parts of acc."""
     NUM_PARTS: gl.constexpr = len(T.value_parts)
     stage = index % T.num_stages
     sums: gl.tuple = ()
     for i in gl.static_range(NUM_PARTS):
-        v_tile = kv.v.tiles.index(stage) if NUM_PARTS == 1 else kv.v.tiles[i].index(stage)
+        v_tile = values.tiles.index(stage) if NUM_PARTS == 1 else values.tiles[i].index(stage)
         sums += (warpgroup_mma(p, v_tile, acc[i], is_async=True),)
     return sums
 
 
 @gluon.jit
-def _no_output(PART: gl.constexpr, T: gl.constexpr):
+def no_output(PART: gl.constexpr, T: gl.constexpr):
     WIDTH: gl.constexpr = T.value_parts[PART].width
     ACC: gl.constexpr = T.acc
     return gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, ACC)
@@ -262,7 +262,7 @@ def attend_first_block(
     ACC: gl.constexpr = T.acc
     NUM_PARTS: gl.constexpr = len(T.value_parts)
     consumer_wait(kv.k, index, T)
-    scores = _start_scores(q_tile, kv, index, T)
+    scores = start_scores(q_tile, kv.k, index, T)
     if T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -275,7 +275,7 @@ def attend_first_block(
     p = gl.convert_layout(p.to(part_of(q_tile, 0, T).dtype), gl.DotOperandLayout(0, ACC, 2))
     acc: gl.tuple = ()
     for i in gl.static_range(NUM_PARTS):
-        acc += (_no_output(i, T),)
+        acc += (no_output(i, T),)
     consumer_wait(kv.k, index + 1, T, has_next)
     return AttentionState(row_max, row_sum, p, acc)
 
@@ -288,14 +288,14 @@ def attend_block(
 
     The wait for the keys of the next block comes before the wait for acc. Its branch keeps ptxas from moving the
     softmax behind the wait for acc."""
-    scores = _start_scores(q_tile, kv, index, T)  # S = Q·Kᵀ
+    scores = start_scores(q_tile, kv.k, index, T)  # S = Q·Kᵀ
     MASK: gl.constexpr = mask_fn is not None
     mask = 0
     if MASK and T.mask_ahead:
         mask = mask_fn(mask_args, C, T)
     consumer_wait(kv.v, index - 1, T)
     NUM_PARTS: gl.constexpr = len(T.value_parts)
-    acc = _add_values(state.acc, state.p, kv, index - 1, T)  # O += P·V
+    acc = add_values(state.acc, state.p, kv.v, index - 1, T)  # O += P·V
     scores = warpgroup_mma_wait(NUM_PARTS, deps=(scores,))
     consumer_release(index, T.k_empty, T)
     if MASK and not T.mask_ahead:
@@ -316,7 +316,7 @@ def finish_attention(state, kv, index, T: gl.constexpr):
     and lse."""
     consumer_wait(kv.v, index - 1, T)
     NUM_PARTS: gl.constexpr = len(T.value_parts)
-    acc = _add_values(state.acc, state.p, kv, index - 1, T)  # O += P·V
+    acc = add_values(state.acc, state.p, kv.v, index - 1, T)  # O += P·V
     acc += (state.p,)
     acc = warpgroup_mma_wait(0, deps=acc)[:NUM_PARTS]
     consumer_release(index - 1, T.v_empty, T)

@@ -1,6 +1,12 @@
-"""The backward pass on Hopper, in three kernels. The first prepares, and the second computes all gradients (see
-`key_gradients`). The last kernel converts gradients that were summed in float32 to the dtype of q: always dq, and also
-dk and dv if several CTAs computed parts of them.
+"""The backward pass on Hopper. There are two ways, as in the portable `backward`.
+
+For heads of up to 128 dims, one kernel computes all gradients (see `key_gradients`), between one that prepares and one
+that converts dq, which is summed in float32 in the order in which CTAs happen to run.
+
+For wider heads, and for deterministic gradients, one kernel computes dk and dv, and another one dq (`query_gradients`).
+Both compute the scores. With wide heads this takes less time than adding dq to memory for every block of keys.
+
+Either way, if several CTAs computed parts of dk and dv, the last kernel adds the parts.
 """
 
 from typing import Any, Final, NamedTuple
@@ -29,9 +35,11 @@ from trunkattn.training.backward import row_values
 from trunkattn.training.common import find_sequence, sequence_range, store_tile
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
-from trunkattn.training.hopper.key_blocks import BackwardConstants, BackwardTile, KeyWork, backward_tile
+from trunkattn.training.hopper.key_blocks import NARROW, BackwardConstants, BackwardTile, KeyWork, backward_tile
 from trunkattn.training.hopper.key_gradients import consume_narrow, narrow_memory
 from trunkattn.training.hopper.key_loads import DQ_BOX, allocate, produce
+from trunkattn.training.hopper.panel_gradients import consume_panels, panel_memory
+from trunkattn.training.hopper.query_gradients import BoundQueries, bind_query_gradients, query_gradients
 from trunkattn.training.hopper.wide_gradients import consume_wide, wide_memory
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
@@ -45,7 +53,7 @@ _SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
 _ROWS_LAYOUT: Final = gl.NVMMASharedLayout(0, 32, 2)
 # The arguments that each call brings to the first and the last kernel, and those that it brings to the second
 _ROWS: Final = ("tensors", "batch")
-_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_sums", "rows_desc", "work", "batch")
+_BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_desc", "work", "batch")
 
 
 class RowsTensors(NamedTuple):
@@ -55,8 +63,9 @@ class RowsTensors(NamedTuple):
         out, dout, dq: contiguous tensors in the dtype of q.
         lse, dlse: [batch, num_qo_heads, seqlen_q]. dlse may be None, which means 0.
         rows: shift and delta of each block of queries [batch, num_qo_heads, blocks, 2, block], float32.
-        dq_sums: dq of each block of queries [batch, num_qo_heads, blocks, block, dim], float32. Within a block the
-            numbers lie as `dq_place` says.
+        dq_sums: dq of each block of queries [batch, num_qo_heads, blocks, block, dim], float32; None if
+            `query_gradients` computes dq.
+        delta: delta [batch, num_qo_heads, seqlen_q], float32, if `query_gradients` computes dq; otherwise None.
         depths: in a tree with a window, the depth of each token [tokens]; otherwise None.
         block_depths: in a tree with a window, the smallest depth in each block [blocks]; otherwise None.
     """
@@ -67,6 +76,7 @@ class RowsTensors(NamedTuple):
     dlse: Any
     rows: Any
     dq_sums: Any
+    delta: Any
     dq: Any
     depths: Any = None
     block_depths: Any = None
@@ -132,8 +142,8 @@ def prepare_rows_kernel(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Writes shift and delta of a block of queries, and sets its dq_sums to 0. Rows behind the last query get +inf and
-    0."""
+    """Writes shift and delta of a block of queries, and sets its dq_sums to 0, if there are any. Rows behind the last
+    query get +inf and 0."""
     block = _find_block(batch, BLOCK, PACKED)
     token_stride = batch.num_qo_heads * WIDTH.dim
     at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
@@ -143,24 +153,15 @@ def prepare_rows_kernel(
     index = tl.program_id(0).to(tl.int64) * BLOCK
     tl.store(tensors.rows + 2 * index + m, found.shift)
     tl.store(tensors.rows + 2 * index + BLOCK + m, found.delta)
+    if tensors.delta is not None:
+        tl.store(tensors.delta + row_at + block.first + m, found.delta, mask=block.first + m < block.length)
     if tensors.depths is not None and block.head == 0:
         inside = block.first + m < block.length
         depths = tl.load(tensors.depths + block.first + m, mask=inside, other=2147483647)
         tl.store(tensors.block_depths + block.first // BLOCK, tl.min(depths))
-    d = tl.arange(0, DIM)
-    tl.store(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :], tl.zeros([BLOCK, DIM], tl.float32))
-
-
-@triton.jit
-def dq_place(m, d, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Returns where dim d of query m of a block lies in the block's sums of dq. Those of wide heads are panels of 64
-    dims, and a panel is in the order of warps, of instructions that add four numbers a thread, of threads, and of these
-    four numbers (`wide_gradients` writes them)."""
-    if not WIDE:
-        return m * DIM + d
-    column = d % 64
-    thread = m % 8 * 4 + column // 2 % 4
-    return d // 64 * 4096 + m // 16 * 1024 + column // 8 * 128 + thread * 4 + m // 8 % 2 * 2 + column % 2
+    if tensors.dq_sums is not None:
+        d = tl.arange(0, DIM)
+        tl.store(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :], tl.zeros([BLOCK, DIM], tl.float32))
 
 
 @triton.jit
@@ -174,26 +175,26 @@ def write_gradients_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
-    WIDE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Writes dq of a block of queries from its sums. The CTAs behind those of the `row_blocks` blocks add parts of dk,
-    then parts of dv."""
+    then parts of dv. There are no row blocks without dq_sums."""
     number = tl.program_id(0)
-    if number < row_blocks:
-        block = _find_block(batch, BLOCK, PACKED)
-        index = number.to(tl.int64) * BLOCK
-        m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
-        sums = tl.load(tensors.dq_sums + index * DIM + dq_place(m[:, None], d[None, :], DIM, WIDE))
-        token_stride = batch.num_qo_heads * WIDTH.dim
-        at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
-        store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
-    elif PARTS > 1:
+    if tensors.dq_sums is not None:  # noqa: SIM102 - Triton decides this one when it compiles
+        if number < row_blocks:
+            block = _find_block(batch, BLOCK, PACKED)
+            m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
+            at_sums = (number.to(tl.int64) * BLOCK + m)[:, None] * DIM + d[None, :]
+            sums = tl.load(tensors.dq_sums + at_sums)
+            token_stride = batch.num_qo_heads * WIDTH.dim
+            at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
+            store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
+    if PARTS > 1:
         number -= row_blocks
         key_blocks = tl.cdiv(parts.key_numbers, SUMMED)
-        if number < key_blocks:
+        if (number >= 0) & (number < key_blocks):
             _add_parts(parts.dk_parts, parts.dk, parts.key_numbers, number, PARTS)
-        else:
+        if number >= key_blocks:
             _add_parts(parts.dv_parts, parts.dv, parts.value_numbers, number - key_blocks, PARTS)
 
 
@@ -209,28 +210,39 @@ def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
 
 
 @gluon.jit
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_sums, rows_desc, work, batch, scales, C: gl.constexpr):
-    """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and adds to dq what the block
-    contributes. `dq_sums` is a pointer if heads are wide, and a descriptor otherwise."""
+def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, scales, C: gl.constexpr):
+    """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and with narrow heads adds to
+    the sums of dq what the block contributes. `dq_desc` is None if it adds nothing."""
     T: gl.constexpr = C.tile
     memory = allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T)
-    if T.wide:
-        wide = wide_memory(memory, q_desc.dtype, T)
+    if T.consumers == "narrow":
+        narrow = narrow_memory(memory, dq_desc, q_desc.dtype, C)
         gl.warp_specialize(
             [
-                (consume_wide, (0, work, batch, scales, dq_sums, wide, C)),
-                (consume_wide, (1, work, batch, scales, dq_sums, wide, C)),
+                (consume_narrow, (0, work, batch, scales, dq_desc, narrow, C)),
+                (consume_narrow, (1, work, batch, scales, dq_desc, narrow, C)),
+                (produce, (work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C)),
+            ],
+            [4, 1],
+            [_CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif T.consumers == "panels":
+        panels = panel_memory(memory, q_desc.dtype, T)
+        gl.warp_specialize(
+            [
+                (consume_panels, (0, work, batch, scales, panels, C)),
+                (consume_panels, (1, work, batch, scales, panels, C)),
                 (produce, (work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C)),
             ],
             [4, 1],
             [_CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
-        narrow = narrow_memory(memory, dq_sums, q_desc.dtype, T)
+        wide = wide_memory(memory, q_desc.dtype, T)
         gl.warp_specialize(
             [
-                (consume_narrow, (0, work, batch, scales, dq_sums, narrow, C)),
-                (consume_narrow, (1, work, batch, scales, dq_sums, narrow, C)),
+                (consume_wide, (0, work, batch, scales, wide, C)),
+                (consume_wide, (1, work, batch, scales, wide, C)),
                 (produce, (work, batch, q_desc, k_desc, v_desc, dout_desc, rows_desc, memory, C)),
             ],
             [4, 1],
@@ -239,7 +251,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_sums, rows_desc
 
 
 class _Maps(NamedTuple):
-    """The descriptors of the second kernel, without their tensors. It takes dq_sums of wide heads as a pointer."""
+    """The descriptors of the second kernel, without their tensors. `dq_sums` is None if it adds nothing to dq."""
 
     q: TensorMap
     k: TensorMap
@@ -253,16 +265,17 @@ class _Bound(NamedTuple):
     """The part of a call that does not depend on the addresses of its tensors.
 
     Attributes:
-        prepare, main, write: the three launches. Each is None if there is nothing to compute.
+        prepare, main, queries, write: the launches. Each is None if there is nothing to compute.
         maps: descriptors without tensors.
         batch, row_batch: the batch, without tables.
         work: the order of work, without tensors.
         parts: how many CTAs share the query heads of a group.
-        rows_shape, sums_shape: shapes of `RowsTensors.rows` and `RowsTensors.dq_sums`.
+        rows_shape, sums_shape: shapes of `RowsTensors.rows` and `RowsTensors.dq_sums`, which may be None.
     """
 
     prepare: BoundLaunch | None
     main: BoundLaunch | None
+    queries: BoundQueries | None
     write: BoundLaunch | None
     maps: _Maps
     batch: Batch
@@ -270,7 +283,7 @@ class _Bound(NamedTuple):
     work: KeyWork
     parts: int
     rows_shape: tuple[int, ...]
-    sums_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...] | None
 
 
 def backward(
@@ -279,14 +292,13 @@ def backward(
     sequences: Sequences,
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Computes dq, dk, dv and dsinks in one pass, with the arguments and results of `training.backward.backward`.
-    `deterministic` must be false, because sums of dq depend on the order in which CTAs run."""
-    assert not deterministic
+    """Computes dq, dk, dv and dsinks, with the arguments and results of `training.backward.backward`."""
     q, k, v = readable(*saved[:3])
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
     dout, dlse = dout if reads(dout) else dout.clone(), contiguous_or_none(gradients[1])
     kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]
-    bound = kept(("hopper backward", q.device, *kinds, sequences.kind), lambda: _bind(q, k, v, dout, sequences))
+    key = "hopper backward", q.device, *kinds, sequences.kind, deterministic
+    bound = kept(key, lambda: _bind(q, k, v, dout, sequences, deterministic))
     make = torch.zeros if sequences.packed else torch.empty
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     summed = bound.parts > 1
@@ -298,8 +310,12 @@ def backward(
             dk_parts=dk_parts, dv_parts=dv_parts, dk=dk, dv=dv, key_numbers=k.numel(), value_numbers=v.numel()
         )
     rows = torch.empty(bound.rows_shape, dtype=torch.float32, device=q.device)
-    dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
-    tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, dq=dq)
+    dq_sums = delta = None
+    if bound.sums_shape is None:
+        delta = torch.empty_like(lse)
+    else:
+        dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
+    tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, delta=delta, dq=dq)
     if sequences.tree is not None and sequences.sliding_window is not None:
         block_depths = torch.empty(bound.row_batch.num_blocks, dtype=torch.int32, device=q.device)
         tensors = tensors._replace(depths=sequences.tree.depths, block_depths=block_depths)
@@ -308,10 +324,12 @@ def backward(
         bound.prepare((tensors, row_batch))
     if bound.main is not None:
         given = (q, k, v, dout, dq_sums, rows)
-        descriptors = [base if each is None else each.of(base) for each, base in zip(bound.maps, given, strict=True)]
+        descriptors = [each and each.of(base) for each, base in zip(bound.maps, given, strict=True)]
         written = parts[:2] if summed else (dk, dv)
         work = bound.work._replace(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
         bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
+    if bound.queries is not None:
+        query_gradients(bound.queries, (q, k, v, dout), (lse, delta), dq, sequences)
     if bound.write is not None:
         bound.write((tensors, row_batch, parts))
     dsinks = lse.new_empty(0)
@@ -332,10 +350,13 @@ def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: Backw
     return next((parts for parts in divisors if ctas * parts >= wanted), group_size)
 
 
-def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences) -> _Bound:
+def _bind(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences, deterministic: bool
+) -> _Bound:
     """Prepares the launches for tensors and sequences of these kinds."""
     q, k, v, dout = (with_batch(tensor, sequences) for tensor in (q, k, v, dout))
     tile = backward_tile(q.shape[-1], v.shape[-1])
+    adds_dq = tile.consumers == NARROW and not deterministic
     batch, seqlen_q, num_qo_heads, head_dim = q.shape
     parts = _parts(k, num_qo_heads, sequences, tile)
     sums = sequences.cu_seqlens_q
@@ -343,24 +364,25 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
     row_blocks = batch * num_qo_heads * num_blocks
     fixed = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
     of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
+    dq_blocks = row_blocks if adds_dq else 0
     of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
-    of_q |= {"row_blocks": row_blocks, "WIDE": tile.wide, "PARTS": parts}
+    of_q |= {"row_blocks": dq_blocks, "PARTS": parts}
     sum_blocks = sum(-(-tensor.numel() // SUMMED.value) for tensor in (k, v)) if parts > 1 else 0
-    main, given, work = _bind_main(q, k, v, parts, sequences, tile)
+    main, given, work = _bind_main(q, k, v, parts, sequences, tile, adds_dq)
+    sums_map = TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT)
     return _Bound(
         prepare=BoundLaunch(prepare_rows_kernel, Grid(row_blocks, of_dout), _ROWS) if row_blocks else None,
         main=main if row_blocks else None,
-        write=BoundLaunch(write_gradients_kernel, Grid(row_blocks + sum_blocks, of_q), (*_ROWS, "parts"))
-        if row_blocks + sum_blocks
+        queries=bind_query_gradients(q, k, v, dout, sequences) if row_blocks and not adds_dq else None,
+        write=BoundLaunch(write_gradients_kernel, Grid(dq_blocks + sum_blocks, of_q), (*_ROWS, "parts"))
+        if dq_blocks + sum_blocks
         else None,
         maps=_Maps(
             q=tensor_map(q, tile.block_m, BOX_DIMS),
             k=tensor_map(k, WARPGROUP_ROWS.value, BOX_DIMS),
             v=tensor_map(v, WARPGROUP_ROWS.value, BOX_DIMS),
             dout=tensor_map(dout, tile.block_m, BOX_DIMS),
-            dq_sums=None
-            if tile.wide
-            else TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT),
+            dq_sums=sums_map if adds_dq else None,
             rows=TensorMap([row_blocks * 2, tile.block_m], [tile.block_m, 1], [2, tile.block_m], _ROWS_LAYOUT),
         ),
         batch=given.batch,
@@ -368,12 +390,18 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
         work=work._replace(num_row_blocks=num_blocks),
         parts=parts,
         rows_shape=(batch, num_qo_heads, num_blocks, 2, tile.block_m),
-        sums_shape=(row_blocks * tile.block_m, tile.dim),
+        sums_shape=(row_blocks * tile.block_m, tile.dim) if adds_dq else None,
     )
 
 
 def _bind_main(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: int, sequences: Sequences, tile: BackwardTile
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    parts: int,
+    sequences: Sequences,
+    tile: BackwardTile,
+    adds_dq: bool,
 ) -> tuple[BoundLaunch | None, Arguments, KeyWork]:
     """Prepares the launch that adds to dq_sums and writes dk and dv. Returns it, or None if there are no keys, with its
     arguments, which do not hold tensors yet."""
@@ -393,6 +421,7 @@ def _bind_main(
         head_dim_v=v.shape[3],
         group_size=group_size,
         members=group_size // parts,
+        adds_dq=adds_dq,
     )
     fixed = {"scales": given.scales, "C": constants, "num_warps": 4, "maxnreg": REGISTERS}
     launch = BoundLaunch(hopper_backward_kernel, Grid(num_blocks * num_runs, fixed), _BROUGHT) if num_blocks else None

@@ -16,21 +16,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
-from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import NEG_INF, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import (
     AttentionState,
     attend_block,
     attend_first_block,
     finish_attention,
-    part_of,
     times_rows,
 )
 from trunkattn.gpu.hopper.pipeline import (
-    BAR_KV_EMPTY,
     KvPipelines,
     consumer_wait,
     warps_sync,
@@ -44,10 +41,10 @@ from trunkattn.training.hopper.forward_arguments import (
     ForwardArguments,
     Outputs,
     forward_constants,
-    forward_tables,
+    query_tables,
 )
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
-from trunkattn.training.hopper.memory import allocate, store_tile
+from trunkattn.training.hopper.memory import allocate
 from trunkattn.training.hopper.producer import produce, release_queries
 from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
@@ -58,14 +55,13 @@ from trunkattn.training.hopper.query_tiles import (
     tile_keys,
     walk_keys,
 )
+from trunkattn.training.hopper.tile_rows import Written, clear_rows, tile_at, write_tile
 from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, hopper_forward_tile
 
 LAUNCH_REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 _SECTION_BYTES: Final = 4 << 20  # a section holds at most these bytes of keys and values, but at least one KV head
-_CLEARED_ROWS = gl.constexpr(32)  # rows that are cleared at a time
-_BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 1)  # BAR_KV_EMPTY is the empty barrier of the queries here
 _LOG2_E = gl.constexpr(LOG2_E)
 
 
@@ -113,6 +109,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.conste
     """Computes rows m [64] of a tile. Returns their outputs, their lse and the index of the next block of the
     pipelines."""
     T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
     sight, keys = sight_of(tile, m, tables, C), tile_keys(tile, tables, IN_WARPGROUP, C)
     box = last_box(tile, keys, C)
     rows = _Rows(q_tile=q_tile, kv=kv, sight=sight, scale=scale, tables=tables)
@@ -123,7 +120,7 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.conste
     if C.own_out:
         release_queries(C)
     if C.variant.packed:
-        _clear_values(kv, index, box.before - keys.last, WARPGROUP, C)
+        clear_rows(kv.v, index, box.before - keys.last, WARPGROUP, V)
     parts, lse = finish_attention(state.attention, kv, state.index, T)
     if C.variant.sinks:
         sink = gl.load(tables.sinks + tile.head)
@@ -135,71 +132,10 @@ def _attend_tile(tile, m, q_tile, index, scale, tables, kv, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def _clear_values(kv, index, count, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Sets the first `count` values of block `index` to 0, if count > 0. The block is then the only one of its
-    sequence, and these values belong to the sequence before and may be NaN. Each warpgroup clears its share, and both
-    then read the whole block."""
-    V: gl.constexpr = C.value_shape
-    COPY: gl.constexpr = V.copy
-    SLICES: gl.constexpr = V.block_n // _CLEARED_ROWS
-    if count > 0:
-        consumer_wait(kv.v, index, V)
-        for part in gl.static_range(len(V.parts)):
-            tile = part_of(kv.v.tiles, part, V).index(index % V.num_stages)
-            for i in gl.static_range(WARPGROUP, SLICES, 2):
-                rows = tile.slice(i * _CLEARED_ROWS, _CLEARED_ROWS)
-                row = i * _CLEARED_ROWS + gl.arange(0, _CLEARED_ROWS, gl.SliceLayout(1, COPY))
-                cleared = rows.load(COPY)
-                rows.store(gl.where((row < count)[:, None], 0.0, cleared).to(cleared.dtype))
-        fence_async_shared()
-        barrier_sync(_BAR_CLEARED, C.tile.block_m // WARPGROUP_ROWS * 128)
-
-
-@gluon.jit
-def _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP: gl.constexpr, C: gl.constexpr):
-    """Writes 64 rows of outputs. TMA writes them, unless the sequence ends among them."""
-    V: gl.constexpr = C.value_shape
-    COPY: gl.constexpr = V.copy
-    first = tile.first + WARPGROUP * WARPGROUP_ROWS
-    if C.own_out:
-        tma.store_wait(0)  # TMA has read the outputs of the tile before
-        warps_sync()
-    for i in gl.static_range(len(V.parts)):
-        out_tile = part_of(memory.out_tiles, i, V).index(WARPGROUP)
-        out_tile.store(parts[i].to(out_tile.dtype))
-    fence_async_shared()
-    warps_sync()
-    if first + WARPGROUP_ROWS <= tile.len_q:
-        store_tile(out_desc, tile.batch, tile.begin_q + first, tile.head, memory.out_boxes, WARPGROUP, V)
-    else:
-        m = first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, COPY))
-        token = (tile.batch * seqlen_q + tile.begin_q).to(gl.int64) + m
-        at = (token * out_desc.shape[2] + tile.head)[:, None] * C.value_dim
-        for i in gl.static_range(len(V.parts)):
-            d = V.parts[i].begin + gl.arange(0, V.parts[i].width, gl.SliceLayout(0, COPY))[None, :]
-            rows = part_of(memory.out_tiles, i, V).index(WARPGROUP).load(COPY)
-            gl.store(outputs.out + at + d, rows, mask=(m < tile.len_q)[:, None] & (d < C.value_dim))
-    if not C.own_out:
-        tma.store_wait(0)
-        warps_sync()
-        release_queries(C)
-
-
-@gluon.jit
-def _tile_at(tiles, index, C: gl.constexpr):
-    """Returns the queries of a warpgroup in shared memory."""
-    if len(C.mainloop.parts) == 1:
-        return tiles.index(index)
-    else:
-        found: gl.tuple = ()
-        for i in gl.static_range(len(C.mainloop.parts)):
-            found += (tiles[i].index(index),)
-        return found
-
-
-@gluon.jit
 def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, C: gl.constexpr):
     """Runs a consumer warpgroup, which computes 64 queries of each tile."""
+    T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
     SCORES: gl.constexpr = C.mainloop.scores
     ACC: gl.constexpr = C.mainloop.acc
     seqlen_q, num_heads = out_desc.shape[1], out_desc.shape[2]
@@ -209,9 +145,17 @@ def _consume(WARPGROUP: gl.constexpr, out_desc, outputs, tables, scale, memory, 
     tile = read_tile(memory.info, full, turn)
     while tile.head >= 0:
         m = begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORES))
-        q_tile = _tile_at(memory.q_tiles, WARPGROUP, C)
+        q_tile = tile_at(memory.q_tiles, WARPGROUP, T)
         parts, lse, index = _attend_tile(tile, m, q_tile, index, scale, tables, memory.kv, WARPGROUP, C)
-        _write_out(parts, tile, out_desc, outputs, memory, seqlen_q, WARPGROUP, C)
+        if C.own_out:
+            tma.store_wait(0)  # TMA has read the outputs of the tile before
+            warps_sync()
+        out = Written(out_desc, outputs.out, memory.out_boxes, memory.out_tiles)
+        write_tile(parts, tile, out, WARPGROUP, V, C.value_dim)
+        if not C.own_out:
+            tma.store_wait(0)
+            warps_sync()
+            release_queries(C)
         m = tile.first + begin + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ACC))
         row = (tile.batch * num_heads + tile.head).to(gl.int64) * seqlen_q + tile.begin_q + m
         gl.store(outputs.lse + row, lse, mask=m < tile.len_q)
@@ -231,7 +175,7 @@ def hopper_forward_kernel(
         [
             (_consume, (0, out_desc, outputs, tables, scale, memory, C)),
             (_consume, (1, out_desc, outputs, tables, scale, memory, C)),
-            (produce, (q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
+            (produce, (q_desc, q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C)),
         ],
         [4, 1],
         [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
@@ -260,7 +204,7 @@ def forward(
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
-    tables = forward_tables(sequences, bound.window, q.device)
+    tables = query_tables(sequences, bound.window, q.device)
     descriptors = bound.q_map.of(q), bound.k_map.of(k), bound.v_map.of(v), bound.out_map.of(out)
     bound.launch((*descriptors, Outputs(out, lse), tables))
     return out, lse

@@ -25,6 +25,7 @@ class ForwardConstants(NamedTuple):
         value_dim: dims of a value in memory, without padding.
         own_out: outputs have shared memory of their own. Otherwise they use that of the queries.
         soft_cap: the soft cap of logits, or 0 for none. With a soft cap the kernel's scale does not include log2(e).
+        backward: the kernel computes dq (`query_gradients`), and memory for outputs holds dout.
     """
 
     tile: FlashTile
@@ -34,10 +35,11 @@ class ForwardConstants(NamedTuple):
     value_dim: int
     own_out: bool
     soft_cap: float
+    backward: bool
 
     def __hash__(self) -> int:
         """Hashes only the fields that the others follow from, because Triton asks for the hash at each launch."""
-        return hash((self.tile, self.variant, self.value_dim, self.soft_cap))
+        return hash((self.tile, self.variant, self.value_dim, self.soft_cap, self.backward))
 
 
 class Outputs(NamedTuple):
@@ -89,10 +91,11 @@ def forward_constants(
         value_dim=head_dims[1],
         own_out=2 * (tile.block_m * sum(widths) + streamed) <= _OWN_OUT_BYTES,
         soft_cap=soft_cap,
+        backward=False,
     )
 
 
-def forward_tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
+def query_tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
     """Returns the tables of a launch. `window` is already limited to the length of the sequences."""
     tree, windowed = sequences.tree, sequences.sliding_window is not None
     return Tables(

@@ -12,11 +12,12 @@ from trunkattn.numerics import LOG2_E
 from trunkattn.training.arguments import Variant
 from trunkattn.training.backward_keys import seen_by
 from trunkattn.training.common import find_sequence, sequence_range_32
-from trunkattn.training.spec import hopper_widths
+from trunkattn.training.spec import hopper_shares_keys, hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288
-_PANEL: Final = 64  # a warpgroup computes this many rows and columns of dq at a time
-_NARROW: Final = 128
+_PANEL: Final = 64
+_NARROWEST_PANELS: Final = 128  # wider heads have sums in panels
+NARROW, PANELS, WIDE = "narrow", "panels", "wide"
 _NEVER = gl.constexpr(2**30)
 _LOG2_E = gl.constexpr(LOG2_E)
 BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
@@ -33,11 +34,10 @@ class WidePart(NamedTuple):
 
 
 class WideParts(NamedTuple):
-    """What one warpgroup computes of dk, dv and dq of wide heads."""
+    """What one warpgroup computes of dk and dv of wide heads."""
 
     dk: WidePart
     dv: WidePart
-    dq: WidePart
 
 
 class BackwardTile(NamedTuple):
@@ -45,22 +45,23 @@ class BackwardTile(NamedTuple):
 
     Attributes:
         block_m, block_n: queries and keys of a block.
-        wide: heads have more than 128 dims.
+        consumers: which consumers run: `NARROW`, `PANELS` or `WIDE`.
         columns: queries in the scores of one warpgroup.
         dim, dim_v: dims of keys and of values, padded.
         key_panels, value_panels: how many panels of 64 dims of a key and of a value are loaded.
         num_stages, num_threads, stored: fields of the `PipelineShape` of the pipeline of queries.
         dout: the shape of the pipeline of dout.
-        scores, dq: layouts of the products.
+        scores: the layout of the scores.
+        panel: the layout of a product [64, 64].
         copy_panel: the layout in which a panel is copied.
-        dk, dv: layouts of their sums; None if heads are wide.
-        copy_k, copy_v: layouts in which dk and dv are copied to memory; None if heads are wide.
-        parts: what each of the two warpgroups computes of wide heads; None if heads are not wide.
+        dk, dv: layouts of their sums; None unless heads are narrow.
+        copy_k, copy_v: layouts in which dk and dv are copied to memory; None unless heads are narrow.
+        parts: what each of the two warpgroups computes of wide heads; None for others.
     """
 
     block_m: int
     block_n: int
-    wide: bool
+    consumers: str
     columns: int
     dim: int
     dim_v: int
@@ -71,7 +72,7 @@ class BackwardTile(NamedTuple):
     stored: bool
     dout: PipelineShape
     scores: Any
-    dq: Any
+    panel: Any
     copy_panel: Any
     dk: Any
     dv: Any
@@ -92,11 +93,11 @@ def _part(panels: int, has_first: bool) -> WidePart:
 
 
 def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WideParts]:
-    """Divides the panels between the two warpgroups. If keys have three, one warpgroup computes two panels of dk, and
-    the other one two panels of dq. A warpgroup for which no panel is left computes one that is not written."""
+    """Divides the panels between the two warpgroups. If keys and values have three each, one warpgroup computes two
+    panels of dk, and the other one two panels of dv. A warpgroup for which no panel is left computes one that is not
+    written."""
     first, second = (
-        WideParts(_part(key_panels, has_first), _part(value_panels, not has_first), _part(key_panels, not has_first))
-        for has_first in (True, False)
+        WideParts(_part(key_panels, has_first), _part(value_panels, not has_first)) for has_first in (True, False)
     )
     return first, second
 
@@ -104,18 +105,21 @@ def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WidePart
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     """Returns the constants for heads of up to 256 dims.
 
-    For heads of up to 128, each warpgroup owns half of the keys, and a block of queries has two panels of dq, one for
-    each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more. For wider heads
-    a block has fewer keys, and each warpgroup owns some panels of dims of all of them."""
+    NARROW, for heads of up to 128: each warpgroup owns 64 keys, and a block of queries has two panels of dq, one for
+    each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more.
+    PANELS, for keys of up to 192 and values of up to 128: each warpgroup owns 64 keys, whose sums are panels.
+    WIDE, for all others: both warpgroups share 64 keys, and each one owns some panels of them."""
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
-    wide = dim > _NARROW
-    if wide:
-        block_m, block_n, columns, dim_v = _PANEL, _PANEL, _PANEL // 2, max(dim_v, _NARROW)
-        panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
-    else:
-        block_m, block_n = 2 * _PANEL * _PANEL // dim, 2 * _PANEL
+    panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
+    if dim <= _NARROWEST_PANELS:
+        consumers, block_m, block_n = NARROW, 2 * _PANEL * _PANEL // dim, 2 * _PANEL
         columns, panels = block_m, (dim // _PANEL, dim_v // _PANEL)
+    else:
+        shares_keys = hopper_shares_keys((head_dim, head_dim_v))
+        consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
+        columns, dim_v = _PANEL // 2, max(dim_v, _NARROWEST_PANELS)
+    narrow = consumers == NARROW
     dout = PipelineShape(
         head_dim=dim_v,
         block_n=block_m,
@@ -126,7 +130,7 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     return BackwardTile(
         block_m=block_m,
         block_n=block_n,
-        wide=wide,
+        consumers=consumers,
         columns=columns,
         dim=dim,
         dim_v=dim_v,
@@ -137,19 +141,20 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         stored=False,
         dout=dout,
         scores=product_layout(columns),
-        dq=product_layout(_PANEL),
+        panel=product_layout(_PANEL),
         copy_panel=copy_layout(_PANEL),
-        dk=None if wide else product_layout(dim),
-        dv=None if wide else product_layout(dim_v),
-        copy_k=None if wide else copy_layout(dim),
-        copy_v=None if wide else copy_layout(dim_v),
-        parts=_wide_parts(*panels) if wide else None,
+        dk=product_layout(dim) if narrow else None,
+        dv=product_layout(dim_v) if narrow else None,
+        copy_k=copy_layout(dim) if narrow else None,
+        copy_v=copy_layout(dim_v) if narrow else None,
+        parts=_wide_parts(*panels) if consumers == WIDE else None,
     )
 
 
 class BackwardConstants(NamedTuple):
     """What the kernel is compiled for. `head_dim` and `head_dim_v` are the dims of keys and of values in memory.
-    `members` is the number of query heads that a CTA computes: the whole group or a part of it."""
+    `members` is the number of query heads that a CTA computes: the whole group or a part of it. `adds_dq` says that the
+    kernel also adds to dq."""
 
     tile: BackwardTile
     variant: Variant
@@ -157,6 +162,7 @@ class BackwardConstants(NamedTuple):
     head_dim_v: int
     group_size: int
     members: int
+    adds_dq: bool
 
 
 class KeyWork(NamedTuple):

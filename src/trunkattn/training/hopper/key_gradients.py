@@ -136,7 +136,7 @@ def _start_dq(WARPGROUP: gl.constexpr, buffer, narrow, T: gl.constexpr):
     K_PANELS: gl.constexpr = T.dim // 64
     PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
     PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
-    DQ: gl.constexpr = T.dq
+    DQ: gl.constexpr = T.panel
     dq = gl.zeros([64, 64], gl.float32, DQ)
     ds_0 = narrow.ds_panels.index(2 * buffer * PANELS + PANEL_Q).permute((1, 0))
     ds_1 = narrow.ds_panels.index((2 * buffer + 1) * PANELS + PANEL_Q).permute((1, 0))
@@ -196,26 +196,38 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     dk = warpgroup_mma(ds_half, q_tile, state.dk, is_async=True)  # dK += dSᵀ·Q
     dv, p_half = warpgroup_mma_wait(1, deps=(dv, p_half))
     consumer_release(index, BAR_DOUT_EMPTY, DOUT)
-    given.memory.ds.index(2 * buffer + WARPGROUP).store(ds)
-    fence_async_shared()
-    consumers_meet()
-    dq = _start_dq(WARPGROUP, buffer, given.memory, T)
+    if C.adds_dq:
+        given.memory.ds.index(2 * buffer + WARPGROUP).store(ds)
+        fence_async_shared()
+        consumers_meet()
+        dq = _start_dq(WARPGROUP, buffer, given.memory, T)
     next_scores = state.scores
     if AHEAD:
         next_scores = _start_scores(WARPGROUP, index + 1, index + 1 < keys.count, memory, T)
-    dk, ds_half = warpgroup_mma_wait(2 + AHEAD, deps=(dk, ds_half))
+    ADDED: gl.constexpr = 2 if C.adds_dq else 0
+    dk, ds_half = warpgroup_mma_wait(ADDED + AHEAD, deps=(dk, ds_half))
     consumer_release(index, BAR_Q_EMPTY, T)
-    tma.store_wait(0)
-    dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
-    _add_dq(WARPGROUP, dq, m, member, task, given, T)
+    if C.adds_dq:
+        tma.store_wait(0)
+        dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
+        _add_dq(WARPGROUP, dq, m, member, task, given, T)
     if AHEAD:
         next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
     return _State(dk, dv, next_scores)
 
 
 @gluon.jit
-def narrow_memory(loaded, dq_desc, dtype: gl.constexpr, T: gl.constexpr):
-    """Allocates a `NarrowMemory`."""
+def narrow_memory(loaded, dq_desc, dtype: gl.constexpr, C: gl.constexpr):
+    """Allocates a `NarrowMemory`. If the kernel adds nothing to dq, it has no memory for that."""
+    T: gl.constexpr = C.tile
+    if C.adds_dq:
+        return _memory_for_dq(loaded, dq_desc, dtype, T)
+    else:
+        return NarrowMemory(loaded, 0, 0, 0, 0)
+
+
+@gluon.jit
+def _memory_for_dq(loaded, dq_desc, dtype: gl.constexpr, T: gl.constexpr):
     BLOCK_M: gl.constexpr = T.block_m
     DQ: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     ds = gl.allocate_shared_memory(dtype, [4, WARPGROUP_ROWS, BLOCK_M], SWIZZLED)

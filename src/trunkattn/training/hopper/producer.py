@@ -9,9 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from trunkattn.gpu.hopper.barriers import barrier_arrive, barrier_sync
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import (
-    BAR_K_EMPTY,
     BAR_KV_EMPTY,
-    BAR_V_EMPTY,
     KvPipelines,
     producer_acquire,
     warps_sync,
@@ -28,7 +26,7 @@ from trunkattn.training.hopper.query_tiles import (
     walk_keys,
 )
 
-_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY)
+_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY + 1)
 
 
 class _Producer(NamedTuple):
@@ -63,12 +61,16 @@ def _load(desc, pipeline, index, token, loads, BAR_EMPTY: gl.constexpr, SHAPE: g
 
 @gluon.jit
 def _load_step(state, at, more, loads, SEEN: gl.constexpr, C: gl.constexpr):
-    """Loads the keys of a block and the values of the block before it."""
+    """Loads the keys of a block, and the values that are multiplied at the same time: in the forward pass those of the
+    block before it."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
     token = loads.begin + at
-    _load(loads.k_desc, loads.kv.k, state.index + 1, token, loads, BAR_K_EMPTY, T)
-    _load(loads.v_desc, loads.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+    _load(loads.k_desc, loads.kv.k, state.index + 1, token, loads, T.k_empty, T)
+    if C.backward:
+        _load(loads.v_desc, loads.kv.v, state.index + 1, token, loads, V.v_empty, V)
+    else:
+        _load(loads.v_desc, loads.kv.v, state.index, state.token, loads, V.v_empty, V)
     return _Producer(token, state.index + 1)
 
 
@@ -85,10 +87,12 @@ def release_queries(C: gl.constexpr):
 
 
 @gluon.jit
-def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
-    """Starts to load the queries of a tile and tells the consumers which tile it is. `first` says that no queries were
-    loaded before, so there is nothing to wait for."""
+def _send_tile(q_desc, dout_desc, tile, memory, first, C: gl.constexpr):
+    """Starts to load the queries of a tile, and in the backward pass their dout, and tells the consumers which tile it
+    is. `first` says that no queries were loaded before, so there is nothing to wait for."""
     T: gl.constexpr = C.mainloop
+    V: gl.constexpr = C.value_shape
+    QUERY_DIMS: gl.constexpr = T.head_dim + V.head_dim if C.backward else T.head_dim
     CONSUMERS: gl.constexpr = C.tile.block_m // WARPGROUP_ROWS
     if not first:
         _acquire_queries(C)
@@ -99,15 +103,17 @@ def _send_tile(q_desc, tile, memory, first, C: gl.constexpr):
     if tile.head < 0:
         mbarrier.arrive(full, count=1)
     else:
-        mbarrier.expect(full, C.tile.block_m * T.head_dim * 2)
+        mbarrier.expect(full, C.tile.block_m * QUERY_DIMS * 2)
         for i in gl.static_range(CONSUMERS):
             token = tile.begin_q + tile.first + i * WARPGROUP_ROWS
             load_tile(q_desc, tile.batch, token, tile.head, full, memory.q_boxes, i, T)
+            if C.backward:
+                load_tile(dout_desc, tile.batch, token, tile.head, full, memory.out_boxes, i, V)
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
-    """Runs the producer warp, which draws tiles and loads them."""
+def produce(q_desc, dout_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: gl.constexpr):
+    """Runs the producer warp, which draws tiles and loads them. The forward pass does not use `dout_desc`."""
     T: gl.constexpr = C.mainloop
     V: gl.constexpr = C.value_shape
     order = tile_order(q_desc, num_sequences, section, C)
@@ -121,14 +127,16 @@ def produce(q_desc, k_desc, v_desc, tables, num_sequences, section, memory, C: g
             loads = _Loads(
                 k_desc=k_desc, v_desc=v_desc, kv=memory.kv, batch=tile.batch, head=kv_head, begin=tile.begin_k
             )
-            _load(k_desc, memory.kv.k, index, box.token, loads, BAR_K_EMPTY, T)
-            _send_tile(q_desc, tile, memory, turn == 0, C)
+            _load(k_desc, memory.kv.k, index, box.token, loads, T.k_empty, T)
+            if C.backward:
+                _load(v_desc, memory.kv.v, index, box.token, loads, V.v_empty, V)
+            _send_tile(q_desc, dout_desc, tile, memory, turn == 0, C)
             turn += 1
             state = walk_keys(_load_step, _Producer(box.token, index), loads, tile, keys, tables, C)
-            _load(v_desc, memory.kv.v, state.index, state.token, loads, BAR_V_EMPTY, V)
+            if not C.backward:
+                _load(v_desc, memory.kv.v, state.index, state.token, loads, V.v_empty, V)
             index = state.index + 1
         # While the number is on its way, consumers have two blocks to compute
         number = gl.atomic_add(tables.next_tile, 1) + gl.num_programs(0)
-    _send_tile(
-        q_desc, QueryTile(first=0, head=-1, batch=0, begin_q=0, len_q=0, begin_k=0, len_k=0), memory, turn == 0, C
-    )
+    none = QueryTile(first=0, head=-1, batch=0, begin_q=0, len_q=0, begin_k=0, len_k=0)
+    _send_tile(q_desc, dout_desc, none, memory, turn == 0, C)

@@ -1,9 +1,9 @@
-"""The consumer warps of the backward pass on Hopper for heads above 128, in Gluon: all gradients in one pass.
+"""The consumer warps for dk and dv on Hopper, for keys or values that `panel_gradients` does not take, in Gluon.
 
 The sums dk and dv of 64 such keys do not fit the registers of one warpgroup. So a CTA holds 64 keys, and both consumer
 warpgroups share them. From a block of 64 queries each warpgroup takes 32, computes their pᵀ and dsᵀ (`key_gradients`
-has the formulas), and writes both to shared memory. From there each warpgroup computes dv, dk and dq for its own panels
-of 64 dims. It adds dq to memory in float32, from registers.
+has the formulas), and writes both to shared memory. From there each warpgroup computes dv and dk for its own panels of
+64 dims. `query_gradients` computes dq.
 
 While the exponentials of a block are computed, the products of the block before it run on the tensor cores. For the
 first block these are products with zeros.
@@ -32,7 +32,6 @@ from trunkattn.training.hopper.key_blocks import (
 from trunkattn.training.hopper.key_loads import Full, consumers_meet, walk_queries, write_rows, zero_rows
 
 _PANEL = gl.constexpr(64)
-_PANEL_NUMBERS = gl.constexpr(64 * 64)
 _HALF_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # a row of 32 numbers is as long as the swizzle
 _P, _DS = gl.constexpr(0), gl.constexpr(1)
 
@@ -66,26 +65,25 @@ class WideMemory(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a consumer reads, in addition to its sums, and the sums of dq in memory, which it adds to."""
+    """What a consumer reads, in addition to its sums."""
 
     keys: Any
     memory: Any
-    dq_sums: Any
 
 
 class _State(NamedTuple):
     """The sums dk and dv [64, dims of the warpgroup] over queries, without those of the last block, whose pᵀ and dsᵀ
     are in shared memory. dk is not yet multiplied by sm_scale. `last` is the last block's number in the order of the
-    task, and `dq_block` is its place among all blocks in the sums of dq in memory."""
+    task."""
 
     dk: Any
     dv: Any
-    dq_block: Any
     last: Any
 
 
 @gluon.jit
-def _panels(boxes, dtype: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr):
+def panels_of(boxes, dtype: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr):
+    """Views the boxes of `STAGES` tiles as `Panels`."""
     ROOM: gl.constexpr = DIM // _PANEL
     one = reinterpret(boxes, dtype, (STAGES * ROOM, _PANEL, _PANEL), SWIZZLED)
     two = reinterpret(boxes, dtype, (STAGES * ROOM // 2, _PANEL, 2 * _PANEL), SWIZZLED)
@@ -99,10 +97,10 @@ def wide_memory(loaded, dtype: gl.constexpr, T: gl.constexpr):
     halves = gl.allocate_shared_memory(dtype, [8, WARPGROUP_ROWS, _PANEL // 2], _HALF_SWIZZLED)
     return WideMemory(
         loaded=loaded,
-        k=_panels(loaded.k_boxes, dtype, 1, T.dim),
-        v=_panels(loaded.v_boxes, dtype, 1, T.dim_v),
-        q=_panels(loaded.q_boxes, dtype, T.num_stages, T.dim),
-        dout=_panels(loaded.dout_boxes, dtype, T.dout.num_stages, T.dim_v),
+        k=panels_of(loaded.k_boxes, dtype, 1, T.dim),
+        v=panels_of(loaded.v_boxes, dtype, 1, T.dim_v),
+        q=panels_of(loaded.q_boxes, dtype, T.num_stages, T.dim),
+        dout=panels_of(loaded.dout_boxes, dtype, T.dout.num_stages, T.dim_v),
         weights=reinterpret(halves, dtype, (4, WARPGROUP_ROWS, _PANEL), _HALF_SWIZZLED),
         weight_halves=halves,
     )
@@ -140,7 +138,7 @@ def _zero_panels(panels, stage, count, COUNT: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _zero_tail(WARPGROUP: gl.constexpr, memory, index, rows, C: gl.constexpr):
+def zero_tail(WARPGROUP: gl.constexpr, memory, index, rows, C: gl.constexpr):
     """Waits for block `index` of queries and its dout, and writes zeros behind their first `rows` rows: each warpgroup
     to one of them, and both then read them."""
     T: gl.constexpr = C.tile
@@ -156,44 +154,21 @@ def _zero_tail(WARPGROUP: gl.constexpr, memory, index, rows, C: gl.constexpr):
 
 
 @gluon.jit
-def _start_dq(ds, k, PANEL: gl.constexpr, T: gl.constexpr):
-    """Starts the product for a panel of dq [64, 64]."""
-    DQ: gl.constexpr = T.dq
-    zeros = gl.zeros([_PANEL, _PANEL], gl.float32, DQ)
-    return warpgroup_mma(ds.permute((1, 0)), k.one.index(PANEL), zeros, use_acc=False, is_async=True)  # dQ = dS·K
-
-
-@gluon.jit
-def _add_dq(dq, dq_sums, block, PANEL: gl.constexpr, T: gl.constexpr):
-    """Adds a panel of dq to memory. There the numbers lie in the order of threads and their registers
-    (`backward.dq_place` has the formula), so that a thread adds four of them at a time."""
-    ROOM: gl.constexpr = T.dim // _PANEL
-    numbers = dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([_PANEL_NUMBERS])
-    at = gl.arange(0, _PANEL_NUMBERS, numbers.type.layout)
-    panel = dq_sums + (block.to(gl.int64) * ROOM + PANEL) * _PANEL_NUMBERS
-    gl.atomic_add(panel + at, numbers, sem="relaxed")
-
-
-@gluon.jit
 def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, MASK: gl.constexpr, C: gl.constexpr):
-    """Computes pᵀ and dsᵀ of a block of queries, and adds what the block before contributes to dk, dv and dq."""
+    """Computes pᵀ and dsᵀ of a block of queries, and adds what the block before contributes to dk and dv."""
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     SCORES: gl.constexpr = T.scores
     PARTS: gl.constexpr = T.parts[WARPGROUP]
     DK: gl.constexpr = PARTS.dk
     DV: gl.constexpr = PARTS.dv
-    FIRST_DQ: gl.constexpr = PARTS.dq.first
-    DQ_COUNT: gl.constexpr = PARTS.dq.num_panels
-    MORE: gl.constexpr = DQ_COUNT - 1
     memory, loaded = given.memory, given.memory.loaded
     stage, dout_stage, last = index % T.num_stages, index % DOUT.num_stages, state.last
     rows = task.len_q - m * T.block_m
     if MASK and C.variant.packed and rows < T.block_m:
-        _zero_tail(WARPGROUP, memory, index, rows, C)
+        zero_tail(WARPGROUP, memory, index, rows, C)
     buffer = (index + 1) % 2
     p_last, ds_last = memory.weights.index(2 * buffer + _P), memory.weights.index(2 * buffer + _DS)
-    dq = _start_dq(ds_last, memory.k, FIRST_DQ, T)
     # dK += dSᵀ·Q
     dk = warpgroup_mma(ds_last, _tile_part(memory.q, last % T.num_stages, DK), state.dk, is_async=True)
     consumer_wait(Full(loaded.q_full), index, T)
@@ -202,9 +177,6 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     dp = _start_product(WARPGROUP, memory.v, memory.dout, dout_stage, T.value_panels, T)  # dPᵀ = V·dOᵀ
     # dV += Pᵀ·dO
     dv = warpgroup_mma(p_last, _tile_part(memory.dout, last % DOUT.num_stages, DV), state.dv, is_async=True)
-    dq = warpgroup_mma_wait(T.key_panels + T.value_panels + 2, deps=(dq,))
-    if index > 0:
-        _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ, T)
     dk, scores, dp = warpgroup_mma_wait(1, deps=(dk, scores, dp))
     if index > 0:
         consumer_release(last, BAR_Q_EMPTY, T)
@@ -214,39 +186,26 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     half = 4 * (index % 2) + WARPGROUP
     memory.weight_halves.index(half).store(p.to(loaded.q.dtype))
     memory.weight_halves.index(half + 2).store((sloped * (dp - delta[None, :])).to(loaded.q.dtype))
-    if MORE:
-        dq = _start_dq(ds_last, memory.k, FIRST_DQ + 1, T)
-        dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
-        if index > 0:
-            _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ + 1, T)
-    else:
-        dv = warpgroup_mma_wait(0, deps=(dv,))
+    dv = warpgroup_mma_wait(0, deps=(dv,))
     if index > 0:
         consumer_release(last, BAR_DOUT_EMPTY, DOUT)
     fence_async_shared()
     consumers_meet()
-    return _State(dk, dv, task.row_block + member * task.num_row_blocks + m, index)
+    return _State(dk, dv, index)
 
 
 @gluon.jit
-def _add_last(WARPGROUP: gl.constexpr, state, given, C: gl.constexpr):
+def _add_last(WARPGROUP: gl.constexpr, state, memory, C: gl.constexpr):
     """Adds what the last block of queries contributes. Returns dk and dv."""
     T: gl.constexpr = C.tile
     PARTS: gl.constexpr = T.parts[WARPGROUP]
     DK: gl.constexpr = PARTS.dk
     DV: gl.constexpr = PARTS.dv
-    FIRST_DQ: gl.constexpr = PARTS.dq.first
-    DQ_COUNT: gl.constexpr = PARTS.dq.num_panels
-    memory, last = given.memory, state.last
-    buffer = last % 2
+    buffer = state.last % 2
     p, ds = memory.weights.index(2 * buffer + _P), memory.weights.index(2 * buffer + _DS)
-    dk = warpgroup_mma(ds, _tile_part(memory.q, last % T.num_stages, DK), state.dk, is_async=True)
-    dv = warpgroup_mma(p, _tile_part(memory.dout, last % T.dout.num_stages, DV), state.dv, is_async=True)
-    for part in gl.static_range(DQ_COUNT):
-        dq = _start_dq(ds, memory.k, FIRST_DQ + part, T)
-        dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
-        _add_dq(dq, given.dq_sums, state.dq_block, FIRST_DQ + part, T)
-    return dk, dv
+    dk = warpgroup_mma(ds, _tile_part(memory.q, state.last % T.num_stages, DK), state.dk, is_async=True)
+    dv = warpgroup_mma(p, _tile_part(memory.dout, state.last % T.dout.num_stages, DV), state.dv, is_async=True)
+    return warpgroup_mma_wait(0, deps=(dk, dv))
 
 
 @gluon.jit
@@ -272,7 +231,7 @@ def _start(WARPGROUP: gl.constexpr, task, memory, C: gl.constexpr):
 
 
 @gluon.jit
-def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, dq_sums, memory, C: gl.constexpr):
+def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, memory, C: gl.constexpr):
     """Runs consumer warpgroup 0 or 1."""
     T: gl.constexpr = C.tile
     task = find_keys(work, batch, C)
@@ -285,11 +244,10 @@ def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, dq_sums, memory, 
     dv = gl.zeros([WARPGROUP_ROWS, _PANEL * DV.num_panels], gl.float32, DV_SUMS)
     if task.end > task.begin:
         n = task.first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores))
-        given = _Given(own_keys(n, task, batch, scales, C), memory, dq_sums)
+        given = _Given(own_keys(n, task, batch, scales, C), memory)
         _start(WARPGROUP, task, memory, C)
-        state = _State(dk, dv, task.row_block + task.begin, gl.to_tensor(0))
-        state = walk_queries(_add_queries, WARPGROUP, state, task, work, given, C)
-        dk, dv = _add_last(WARPGROUP, state, given, C)
+        state = walk_queries(_add_queries, WARPGROUP, _State(dk, dv, gl.to_tensor(0)), task, work, given, C)
+        dk, dv = _add_last(WARPGROUP, state, memory, C)
     consumers_meet()
     token = task.out_row * batch.seqlen_k + task.begin_k + task.first
     rows, num_heads = task.len_k - task.first, batch.num_qo_heads // C.group_size
