@@ -34,7 +34,7 @@ from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
 from trunkattn import BatchAttention, Plan
 from trunkattn.analysis.trees import TreeLevels
-from trunkattn.gpu import steps
+from trunkattn.gpu import step_planners
 from trunkattn.gpu.cards import facts_of
 from trunkattn.planner.tiles.candidates import Tiling
 
@@ -54,12 +54,12 @@ Row = dict[str, Any]
 @contextmanager
 def only(tiling: Tiling) -> Iterator[None]:
     """Makes every plan take a tiling."""
-    choose = steps.choose_step
-    steps.choose_step = lambda *given: replace(choose(*given), tiling=tiling)
+    choose = step_planners.choose_step
+    step_planners.choose_step = lambda *given: replace(choose(*given), tiling=tiling)
     try:
         yield
     finally:
-        steps.choose_step = choose
+        step_planners.choose_step = choose
 
 
 class Cell(NamedTuple):

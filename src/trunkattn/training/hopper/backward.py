@@ -324,18 +324,19 @@ def backward(
         bound.prepare((tensors, row_batch))
     if bound.main is not None:
         given = (q, k, v, dout, dq_sums, rows)
-        descriptors = [each and each.of(base) for each, base in zip(bound.maps, given, strict=True)]
+        pairs = zip(bound.maps, given, strict=True)
+        descriptors = [None if each is None or base is None else each.of(base) for each, base in pairs]
         written = parts[:2] if summed else (dk, dv)
         work = bound.work._replace(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
         bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
-    if bound.queries is not None:
+    if bound.queries is not None and delta is not None:
         query_gradients(bound.queries, (q, k, v, dout), (lse, delta), dq, sequences)
     if bound.write is not None:
         bound.write((tensors, row_batch, parts))
     dsinks = lse.new_empty(0)
     if sequences.sinks is not None:
-        shift, delta = rows.unbind(3)
-        dsinks = sequences.sink_gradients(delta.flatten(2), shift.flatten(2) * LN_2)
+        shifts, deltas = rows.unbind(3)
+        dsinks = sequences.sink_gradients(deltas.flatten(2), shifts.flatten(2) * LN_2)
     return dq, dk, dv, dsinks
 
 

@@ -288,7 +288,16 @@ def query_constants(head_dims: tuple[int, int], variant: Variant, soft_cap: floa
     mainloop = mainloop._replace(num_stages=_KEY_STAGES)
     value_shape = value_shape._replace(v_empty=mainloop.k_empty + _KEY_STAGES)
     tile = FlashTile(128, block_n, 9, 2)
-    return QueryConstants(tile, variant, mainloop, value_shape, head_dims[0], True, soft_cap, True)
+    return QueryConstants(
+        tile=tile,
+        variant=variant,
+        mainloop=mainloop,
+        value_shape=value_shape,
+        key_dim=head_dims[0],
+        own_out=True,
+        soft_cap=soft_cap,
+        backward=True,
+    )
 
 
 class BoundQueries(NamedTuple):
