@@ -305,6 +305,26 @@ def test_who_sends_no_more_still_gets_what_takes_no_engine(server: Server) -> No
     assert received.count(b"HTTP/1.1 200") == 2 and b'"count":5' in received and received.endswith(b'{"status":"ok"}')
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        post_of({"prompt": "x"})[:-5],
+        POST + b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
+        POST,
+    ],
+)
+def test_who_sends_no_more_sends_no_rest_of_a_request_either(
+    server: Server, monkeypatch: pytest.MonkeyPatch, rest: bytes
+) -> None:
+    server.stand_still(monkeypatch)  # so that the first request is answered when no more can come
+    received = half_closed(server, post_of({"prompt": "x", "max_tokens": 400, "ignore_eos": True}) + rest)
+    assert received.startswith(b"HTTP/1.1 499") and received.count(b"HTTP/1.1") == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_sends_no_more_is_told_that_no_answer_comes(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool

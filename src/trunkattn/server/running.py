@@ -53,7 +53,7 @@ class LimitedProtocol(H11Protocol):
         """Keeps the connection of a client that sends no more, as `nc -N` does, until what it has asked for is
         answered. One that has gone away looks the same, so what computes answers looks at `HAS_LEFT`."""
         self._left.set()
-        return self._is_busy and not self.cycle.more_body and not self.cycle.response_started
+        return self._has_whole_request and not self.cycle.response_started
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._left.set()
@@ -81,8 +81,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if not self._is_busy:
             self._idle_since = self.loop.time()
-            if self._left.is_set():
-                self.transport.close()
+        if self._left.is_set() and not self._has_whole_request:  # the rest of one that has begun never comes
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -131,6 +131,10 @@ class LimitedProtocol(H11Protocol):
     @property
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _has_whole_request(self) -> bool:
+        return self._is_busy and not self.cycle.more_body
 
     def _arm(self, seconds: float) -> None:
         self._stop_timer()
