@@ -331,24 +331,29 @@ def block_gain(row: Row) -> list[str]:
     return [f"{times[0] / times[1]:.2f}×" if all(times) else ""]
 
 
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def checks() -> Section | None:
-    """Errors, peak memory, and runs whose bits are to repeat."""
+    """Errors, peak memory, and runs whose bits are to repeat, if they were measured."""
     name = "flash-training-h100"
     found = load(name).get("checks", {}) if exists(name) else {}
-    if "repeats" not in found:
+    if "memory" not in found:
         return None
     rows: list[list[object]] = [
-        [row["dtype"], row["result"], *(f"{row[f'{way}_over_plain']:.2f}" for way in OWN)] for row in found["errors"]
+        [row["dtype"], row["result"], *(_ratio(row.get(f"{way}_over_plain")) for way in OWN)] for row in found["errors"]
     ]
     most = found["memory"][-1]
     megabytes = {way: f"{most[way] / 1e6:,.0f} MB" for way in ("one_pass", "torch_flash", "torch_math")}
-    differ = and_(f"{row['different']} of {row['runs']:,} over `{row['of']}`" for row in found["repeats"])
-    text = f"""## Errors, memory and repeated runs
+    runs = [f"{row['different']} of {row['runs']:,} over `{row['of']}`" for row in found.get("repeats", ())]
+    differ = "With `deterministic=True`, runs whose output or gradients differ in any bit from those of the first run: "
+    repeated = f"{differ}{and_(runs)}.\n\n" if runs else ""
+    text = f"""## Errors and memory
 
-With `deterministic=True`, runs whose output or gradients differ in any bit from those of the first run: {differ}. Both
-passes over one sequence of {most["length"]:,} tokens take {megabytes["one_pass"]} at their peak, PyTorch's flash
-attention {megabytes["torch_flash"]}, its textbook formula {megabytes["torch_math"]}. The table has the largest errors
-against float64, over those of plain PyTorch in the same dtype.
+{repeated}Both passes over one sequence of {most["length"]:,} tokens take {megabytes["one_pass"]} at their peak,
+PyTorch's flash attention {megabytes["torch_flash"]}, its textbook formula {megabytes["torch_math"]}. The table has the
+largest errors against float64, over those of plain PyTorch in the same dtype.
 
 {folded(f"{len(rows)} errors", table(["dtype", "result", "own kernels", "deterministic"], rows, 2))}
 

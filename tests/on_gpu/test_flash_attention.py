@@ -55,8 +55,10 @@ def test_4096_tokens_match_float64() -> None:
         check(TrainingCase(((4096, 4096),), False, True, (2, 1), 128, BF16, device="cuda"), deterministic)
 
 
-def test_gradients_are_bit_equal_where_that_is_asked() -> None:
-    case = TrainingCase(((1500, 1500), (100, 2000), (0, 7), (900, 300)), True, True, (8, 2), 128, BF16, device="cuda")
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_gradients_are_bit_equal_where_that_is_asked(head_dim: int) -> None:
+    lengths = ((1500, 1500), (100, 2000), (0, 7), (900, 300))
+    case = TrainingCase(lengths, True, True, (8, 2), head_dim, BF16, device="cuda")
     first = run(case, True)
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(first, run(case, True), strict=True))
@@ -206,7 +208,20 @@ PACKED = (
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize(
-    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (136, 176), (256, 256), (40, 72)]
+    "head_dims",
+    [
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (136, 176),
+        (256, 256),
+        (40, 72),
+        (256, 128),
+        (40, 256),
+        (136, 64),
+    ],
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_of_odd_lengths(causal: bool, head_dims: tuple[int, int], dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "options": {"packed": True, "window": True, "soft_cap": 30.0, "sinks": True},
     "options tree": {"tree": True, "window": True, "soft_cap": 30.0, "sinks": True},
 }
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (128, 256))
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (128, 256), (256, 128))
 
 
 def main() -> None:

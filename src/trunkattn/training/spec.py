@@ -309,9 +309,9 @@ def hopper_widths(head_dims: tuple[int, int]) -> HopperWidths:
     return HopperWidths(*(max(64, padded_head_dim(head_dim)) for head_dim in head_dims))
 
 
-def hopper_forward_widths(head_dims: tuple[int, int]) -> HopperWidths:
-    """The padded heads of the forward pass: as `hopper_widths`, but heads of 136 to 192 lie in parts of 128 and of 64,
-    unless others are wider."""
+def hopper_query_widths(head_dims: tuple[int, int]) -> HopperWidths:
+    """The padded heads of the kernels that own queries: as `hopper_widths`, but heads of 136 to 192 lie in parts of 128
+    and of 64, unless others are wider."""
     widths = hopper_widths(head_dims)
     return HopperWidths(*(min(width, 192) for width in widths)) if max(head_dims) <= 192 else widths
 

@@ -212,7 +212,7 @@ def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
 @gluon.jit
 def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, scales, C: gl.constexpr):
     """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and with narrow heads adds to
-    the sums of dq what the block contributes. `dq_desc` is None if it adds nothing."""
+    the sums of dq what the block contributes, unless `dq_desc` is None."""
     T: gl.constexpr = C.tile
     memory = allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T)
     if T.consumers == "narrow":
@@ -413,7 +413,7 @@ def _bind_main(
     num_runs = batch * num_kv_heads * parts
     blocks = FlashTile(tile.block_m, tile.block_n, 9, tile.num_stages)
     given = arguments(q, k, v, sequences, blocks, num_blocks)
-    head_bytes = seqlen_q * (4 * tile.dim + 2 * tile.dim + 2 * tile.dim_v)
+    head_bytes = seqlen_q * (4 * tile.dim * adds_dq + 2 * tile.dim + 2 * tile.dim_v)
     section = num_runs if sequences.tree is not None else min(num_runs, max(1, _SECTION_BYTES // head_bytes))
     constants = BackwardConstants(
         tile=tile,

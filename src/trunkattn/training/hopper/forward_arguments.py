@@ -9,7 +9,7 @@ from trunkattn.gpu.hopper.online_softmax import MainloopTile, mainloop_tile
 from trunkattn.training.arguments import Variant
 from trunkattn.training.hopper.query_tiles import Tables
 from trunkattn.training.sequences import Sequences
-from trunkattn.training.spec import FlashTile, hopper_forward_widths
+from trunkattn.training.spec import FlashTile, hopper_query_widths
 
 _OWN_OUT_BYTES: Final = 192 << 10  # outputs get shared memory of their own if the CTA needs no more than this then
 # The fields of `ForwardArguments` that each call brings. The others are the same for all calls of one kind.
@@ -69,7 +69,7 @@ def forward_constants(
     head_dims: tuple[int, int], tile: FlashTile, variant: Variant, soft_cap: float = 0.0
 ) -> ForwardConstants:
     """Returns what the kernel is compiled for. `head_dims` are the dims of keys and of values."""
-    widths = hopper_forward_widths(head_dims)
+    widths = hopper_query_widths(head_dims)
     mainloop, value_shape = (
         mainloop_tile(
             width,

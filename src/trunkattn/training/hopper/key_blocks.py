@@ -16,7 +16,7 @@ from trunkattn.training.spec import hopper_shares_keys, hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288
 _PANEL: Final = 64
-_NARROWEST_PANELS: Final = 128  # wider heads have sums in panels
+_WIDEST_NARROW: Final = 128  # wider heads have sums in panels, and room for two panels of values
 NARROW, PANELS, WIDE = "narrow", "panels", "wide"
 _NEVER = gl.constexpr(2**30)
 _LOG2_E = gl.constexpr(LOG2_E)
@@ -112,13 +112,13 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
     panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
-    if dim <= _NARROWEST_PANELS:
+    if dim <= _WIDEST_NARROW:
         consumers, block_m, block_n = NARROW, 2 * _PANEL * _PANEL // dim, 2 * _PANEL
         columns, panels = block_m, (dim // _PANEL, dim_v // _PANEL)
     else:
         shares_keys = hopper_shares_keys((head_dim, head_dim_v))
         consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
-        columns, dim_v = _PANEL // 2, max(dim_v, _NARROWEST_PANELS)
+        columns, dim_v = _PANEL // 2, max(dim_v, _WIDEST_NARROW)
     narrow = consumers == NARROW
     dout = PipelineShape(
         head_dim=dim_v,
@@ -238,8 +238,8 @@ class OwnKeys(NamedTuple):
 @gluon.constexpr_function
 def skips_blocks(C: BackwardConstants) -> bool:
     """Whether whole blocks of queries may be skipped. In a tree with a window, blocks beyond the window lie between
-    others, since tokens are in pre-order. For heads of up to 128, the scores of the next block are computed ahead where
-    nothing is skipped."""
+    others, since tokens are in pre-order. Where nothing is skipped and no keys are shared, the next scores are computed
+    ahead."""
     return C.variant.tree and C.variant.window
 
 

@@ -9,7 +9,8 @@ https://arxiv.org/abs/2307.08691):
     sᵀ = k qᵀ, dpᵀ = v doutᵀ            operands are swapped, so that registers hold p and ds as dv and dk need them
     pᵀ = exp2(sᵀ · scale - shift), dv += pᵀ dout
     dsᵀ = pᵀ · (dpᵀ - delta), dk += dsᵀ q
-    dq = ds k                           ds of both warpgroups comes through shared memory
+    dq = ds k                           ds of both warpgroups comes through shared memory; not if `query_gradients`
+                                        computes dq
 
 A soft cap multiplies ds by its slope. The shift includes the sinks.
 
@@ -105,7 +106,8 @@ def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
 @gluon.jit
 def _zero_tail(WARPGROUP: gl.constexpr, q_tile, dout_tile, rows, T: gl.constexpr):
     """Writes zeros behind the first `rows` rows of a block of queries and of its dout: each warpgroup to one of them,
-    and both then read them."""
+    and both then read them. The other warpgroup's scores, which are computed ahead, may see these rows either way,
+    because a mask drops them."""
     COPY_K: gl.constexpr = T.copy_k
     COPY_V: gl.constexpr = T.copy_v
     if WARPGROUP == 0:

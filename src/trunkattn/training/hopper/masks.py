@@ -1,4 +1,4 @@
-"""Which keys of a block each query row sees, in the forward pass on Hopper."""
+"""Which keys of a block each query row sees, in the kernels on Hopper that own queries."""
 
 from typing import Any, NamedTuple
 

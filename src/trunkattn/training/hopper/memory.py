@@ -1,4 +1,5 @@
-"""Shared memory of the forward pass on Hopper: tiles of queries and of outputs, pipelines of keys and of values.
+"""Shared memory of the kernels on Hopper that own queries: tiles of queries and of outputs, pipelines of keys and of
+values.
 
 The width of a tensor in shared memory must be a power of two. A head of 136 to 192 dims is therefore stored in two
 parts, one of 128 dims and one of 64. A single part of 256 dims would take more memory and more matrix products.
@@ -17,11 +18,12 @@ from trunkattn.training.hopper.query_tiles import INFO_SLOTS
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # 3.9, and 3.6
 
 
-class ForwardMemory(NamedTuple):
+class QueryMemory(NamedTuple):
     """Shared memory of a CTA.
 
     Attributes:
-        q_boxes, out_boxes: the queries and the outputs as TMA reads and writes them, as a tuple of parts.
+        q_boxes, out_boxes: the queries and the outputs as TMA reads and writes them, as a tuple of parts. In the
+            backward pass, dout lies where the forward pass has the outputs.
         q_tiles, out_tiles: the same memory [consumers, 64, head_dim] as matrix products read it. It is a tuple of parts
             if a head has several (see `MainloopTile`).
         q_full: the full barrier of the queries and of `info`.
@@ -52,7 +54,7 @@ def allocate(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
         out_boxes = _in_place_of(q_boxes, out_desc, CONSUMERS, V)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full.index(0), count=1)
-    return ForwardMemory(
+    return QueryMemory(
         q_boxes=q_boxes,
         q_tiles=_tiles(q_boxes, CONSUMERS, WARPGROUP_ROWS, T),
         q_full=q_full,

@@ -1,4 +1,4 @@
-"""The producer warp of the forward pass on Hopper."""
+"""The producer warp of the kernels on Hopper that own queries: the forward pass, and the gradients of queries."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from trunkattn.training.hopper.query_tiles import (
     walk_keys,
 )
 
-_BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY + 1)
+BAR_Q_EMPTY = gl.constexpr(BAR_KV_EMPTY + 1)  # `query_gradients` has five stages, one more than others
 
 
 class _Producer(NamedTuple):
@@ -77,13 +77,13 @@ def _load_step(state, at, more, loads, SEEN: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _acquire_queries(C: gl.constexpr):
     """Waits until all consumer warps have released the queries."""
-    barrier_sync(_BAR_Q_EMPTY, C.mainloop.num_threads)
+    barrier_sync(BAR_Q_EMPTY, C.mainloop.num_threads)
 
 
 @gluon.jit
 def release_queries(C: gl.constexpr):
     """Tells the producer that this warp has read the queries."""
-    barrier_arrive(_BAR_Q_EMPTY, C.mainloop.num_threads)
+    barrier_arrive(BAR_Q_EMPTY, C.mainloop.num_threads)
 
 
 @gluon.jit

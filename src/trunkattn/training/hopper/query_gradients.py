@@ -36,7 +36,7 @@ from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.forward_arguments import query_tables
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate
-from trunkattn.training.hopper.producer import produce, release_queries
+from trunkattn.training.hopper.producer import BAR_Q_EMPTY, produce, release_queries
 from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
     IN_WARPGROUP,
@@ -48,7 +48,7 @@ from trunkattn.training.hopper.query_tiles import (
 )
 from trunkattn.training.hopper.tile_rows import Written, clear_rows, tile_at, write_tile
 from trunkattn.training.sequences import Sequences
-from trunkattn.training.spec import FlashTile, hopper_forward_widths
+from trunkattn.training.spec import FlashTile, hopper_query_widths
 
 _LOG2_E = gl.constexpr(LOG2_E)
 LAUNCH_REGISTERS: Final = 168  # of each thread at launch
@@ -279,15 +279,16 @@ def query_gradients_kernel(
 @lru_cache
 def query_constants(head_dims: tuple[int, int], variant: Variant, soft_cap: float) -> QueryConstants:
     """Returns what the kernel is compiled for. `head_dims` are the dims of keys and of values."""
-    widths = hopper_forward_widths(head_dims)
-    block_n = 128 if max(widths) <= 64 else 64 if sum(widths) <= 384 else 32
+    widths = hopper_query_widths(head_dims)
+    block_n = 128 if max(widths) <= 64 else 64 if widths.keys <= 192 and sum(widths) <= 384 else 32
     mainloop, value_shape = (
         mainloop_tile(width, block_n, 2, 8, mask_ahead=False, key_dim=dim)
         for width, dim in zip(widths, head_dims, strict=True)
     )
     mainloop = mainloop._replace(num_stages=_KEY_STAGES)
     value_shape = value_shape._replace(v_empty=mainloop.k_empty + _KEY_STAGES)
-    tile = FlashTile(128, block_n, 9, 2)
+    assert value_shape.v_empty + value_shape.num_stages <= BAR_Q_EMPTY.value
+    tile = FlashTile(128, block_n, 9, _KEY_STAGES)
     return QueryConstants(
         tile=tile,
         variant=variant,

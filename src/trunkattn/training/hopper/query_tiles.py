@@ -1,4 +1,4 @@
-"""The tiles of queries of the forward pass on Hopper: their order, and the blocks of keys that each one sees.
+"""The tiles of the kernels on Hopper that own queries: their order, and the blocks of keys that each one sees.
 
 CTAs are persistent and compute one tile after another. The producer warp draws the number of the next tile from a
 counter, so that a CTA that finishes early computes more tiles. It passes the tile to the consumer warps through shared

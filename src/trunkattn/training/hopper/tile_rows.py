@@ -9,11 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.online_softmax import part_of
-from trunkattn.gpu.hopper.pipeline import BAR_KV_EMPTY, consumer_wait, warps_sync
+from trunkattn.gpu.hopper.pipeline import consumer_wait, warps_sync
 from trunkattn.training.hopper.memory import store_tile
+from trunkattn.training.hopper.producer import BAR_Q_EMPTY
 
 _CLEARED_ROWS = gl.constexpr(32)  # rows that are cleared at a time
-_BAR_CLEARED = gl.constexpr(BAR_KV_EMPTY + 2)  # the one before it is the empty barrier of the queries
+_BAR_CLEARED = gl.constexpr(BAR_Q_EMPTY + 1)
 _NUM_CONSUMERS = gl.constexpr(256)
 
 
@@ -22,7 +23,7 @@ class Written(NamedTuple):
 
     Attributes:
         desc, tensor: its descriptor, and a pointer to it. It is contiguous.
-        boxes, tiles: the memory as TMA reads it, and as consumers write it (see `ForwardMemory`).
+        boxes, tiles: the memory as TMA reads it, and as consumers write it (see `QueryMemory`).
     """
 
     desc: Any
@@ -47,7 +48,8 @@ def tile_at(tiles, index, SHAPE: gl.constexpr):
 def clear_rows(pipeline, index, count, WARPGROUP: gl.constexpr, SHAPE: gl.constexpr):
     """Sets the first `count` rows of block `index` of a pipeline to 0, if count > 0. The block is then the only one of
     its sequence, and these rows belong to the sequence before and may be NaN. Each of two warpgroups clears its share,
-    and both then read the whole block."""
+    and both then read the whole block. A product of scores that still reads it may see these rows either way, because a
+    mask drops their scores."""
     COPY: gl.constexpr = SHAPE.copy
     SLICES: gl.constexpr = SHAPE.block_n // _CLEARED_ROWS
     if count > 0:

@@ -140,7 +140,8 @@ def _zero_panels(panels, stage, count, COUNT: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def zero_tail(WARPGROUP: gl.constexpr, memory, index, rows, C: gl.constexpr):
     """Waits for block `index` of queries and its dout, and writes zeros behind their first `rows` rows: each warpgroup
-    to one of them, and both then read them."""
+    to one of them, and both then read them. Scores that are computed ahead may see these rows either way, because a
+    mask drops them."""
     T: gl.constexpr = C.tile
     DOUT: gl.constexpr = T.dout
     consumer_wait(Full(memory.loaded.q_full), index, T)
