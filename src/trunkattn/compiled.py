@@ -18,7 +18,7 @@ import numba
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
-from trunkattn.interrupts import held_interrupts
+from trunkattn.interrupts import finished, held_interrupts
 
 _LOG: Final = logging.getLogger(__name__)
 _PACKAGE: Final = Path(__file__).parent
@@ -107,6 +107,12 @@ class _PackageCache(FunctionCache):
         except (AttributeError, ImportError):
             self.flush()
             return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps compiled code. Numba writes the index first, under whose new stamp the code of an older version would
+        be found if the process ended then."""
+        with finished():
+            super().save_overload(sig, data)
 
 
 class Announcer(event.Listener):

@@ -23,7 +23,7 @@ class CommandSignals:
     Attributes:
         received: the signal that came; None: none did.
         may_end: above 0 where the process may end at once (`ends_at_once`).
-        folders: temporary folders that have to be removed first.
+        unfinished: temporary folders that have to be removed first, and files that have to be written.
 
     Example:
         >>> with CommandSignals().handling() as signals:
@@ -32,17 +32,19 @@ class CommandSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.may_end = self.folders = 0
+        self.may_end = self.unfinished = 0
 
     @property
     def ends_at_once(self) -> bool:
         """Whether the process ends at once."""
-        return self.may_end > 0 and not self.folders
+        return self.may_end > 0 and not self.unfinished
 
     @contextmanager
     def handling(self) -> Iterator["CommandSignals"]:
-        """Context in which it handles both signals, but for those that whoever started the command lets it ignore."""
-        before = {number: signal.getsignal(number) for number in _ENDING}
+        """Context in which it handles both signals, but for those that whoever started the command lets it ignore. Only
+        the main thread handles signals; in another one it handles none."""
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in _ENDING if is_main}
         taken = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
         for number in taken:
             signal.signal(number, self)
@@ -70,11 +72,11 @@ class CommandSignals:
 
 
 def _of_command() -> CommandSignals | None:
-    """The handler of interrupts, if this thread gets them and it is a command's."""
+    """The handler of a command's signals, if this thread gets them. A script that starts a command in the background
+    lets it ignore SIGINT, so that it handles no signal but SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    handler = signal.getsignal(signal.SIGINT)
-    return handler if isinstance(handler, CommandSignals) else None
+    return next((handler for handler in map(signal.getsignal, _ENDING) if isinstance(handler, CommandSignals)), None)
 
 
 @contextmanager
@@ -93,12 +95,25 @@ def ends_at_once() -> Iterator[None]:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is removed at the end, also of a command that a signal ends."""
     signals = _of_command() or CommandSignals()
-    signals.folders += 1
+    signals.unfinished += 1
     try:
         with TemporaryDirectory() as folder:
             yield Path(folder)
     finally:
-        signals.folders -= 1
+        signals.unfinished -= 1
+
+
+@contextmanager
+def finished() -> Iterator[None]:
+    """Context of work that a signal must not leave half done, such as files of which one names another. The signal
+    waits for its end, also where a command ends at once."""
+    signals = _of_command() or CommandSignals()
+    signals.unfinished += 1
+    with held_interrupts():
+        try:
+            yield
+        finally:
+            signals.unfinished -= 1
 
 
 @contextmanager
@@ -109,12 +124,15 @@ def importing() -> Iterator[None]:
         yield
 
 
-def usual_signals() -> None:
+def usual_signals() -> bool:
     """Lets Ctrl-C and SIGTERM do from now on what they do in any program, such as one that handles them itself, or in a
-    process whose parent ends it."""
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    process whose parent ends it. Returns whether a command handled one of them."""
+    handled = False
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if isinstance(signal.getsignal(number), CommandSignals):
-            signal.signal(number, handler)
+            signal.signal(number, usual)
+            handled = True
+    return handled
 
 
 class _Hold:
@@ -154,6 +172,8 @@ def held_interrupts() -> Iterator[None]:
     """
     is_main = threading.current_thread() is threading.main_thread()  # asked first: signals cost microseconds
     before = signal.getsignal(signal.SIGINT) if is_main else None
+    if before is signal.SIG_IGN:
+        before = signal.getsignal(signal.SIGTERM)  # see `_of_command`
     if (
         not callable(before)
         or isinstance(before, _Hold)

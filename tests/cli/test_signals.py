@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from typing import Any
 
 import pytest
 
 from trunkattn.analysis.parallel import run_all
-from trunkattn.interrupts import CommandSignals, ends_at_once, held_interrupts, importing, temporary_folder
+from trunkattn.interrupts import CommandSignals, ends_at_once, finished, held_interrupts, importing, temporary_folder
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 PROGRAM = """
@@ -103,6 +106,46 @@ def test_what_is_ignored_stays_ignored() -> None:
     with CommandSignals().handling() as signals:
         signal.raise_signal(signal.SIGINT)
     assert signals.received is None
+
+
+@pytest.mark.parametrize("context", [importing, finished, held_interrupts])
+def test_sigterm_of_a_command_in_the_background_is_not_lost(context: Callable[[], Any]) -> None:
+    """A library drops an error that is raised within its import."""
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with CommandSignals().handling(), ends_at_once() if context is finished else nullcontext():
+            through = False
+            with suppress(KeyboardInterrupt), context(), suppress(BaseException):
+                signal.raise_signal(signal.SIGTERM)
+                through = True
+            os._exit(1 if through else 2)
+
+    expected = {importing: 128 + signal.SIGTERM, finished: 128 + signal.SIGTERM, held_interrupts: 1}
+    assert status_of(work) == expected[context]
+
+
+def test_a_file_is_written_before_the_end() -> None:
+    def work() -> None:
+        with ends_at_once(), finished():
+            signal.raise_signal(signal.SIGTERM)
+            os.write(writing, b"written")
+
+    reading, writing = os.pipe()
+    assert status_of(work) == 128 + signal.SIGTERM and os.read(reading, 7) == b"written"
+
+
+def test_a_command_runs_in_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool, pool.submit(CommandSignals().handling).result() as signals:
+        assert signals.received is None
+    handled = CommandSignals()
+
+    def handle() -> Any:
+        with handled.handling():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handle).result() is signal.SIG_DFL
 
 
 def test_a_terminal_interrupts_the_parent_alone() -> None:

@@ -8,6 +8,7 @@ import torch
 from trunkattn.gpu.cards import ASSUMED
 from trunkattn.gpu.portable.arguments import features
 from trunkattn.training.arguments import attention_shape, readable
+from trunkattn.training.hopper.key_blocks import backward_tile
 from trunkattn.training.spec import (
     FlashTile,
     TrainingConfig,
@@ -101,14 +102,20 @@ def test_the_hopper_forward_pass_has_fewer_keys_for_wide_heads(head_dims: tuple[
 
 
 @pytest.mark.parametrize(
-    ("widest", "sizes"), [(64, (128, 128)), (72, (64, 128)), (128, (64, 128)), (136, (64, 64)), (256, (64, 64))]
-)
+    ("head_dims", "sizes"),
+    [
+        ((64, 64), (128, 128)), ((72, 64), (64, 128)), ((64, 72), (64, 128)), ((128, 128), (64, 128)),
+        ((136, 64), (64, 128)), ((192, 128), (64, 128)), ((64, 136), (64, 64)), ((200, 64), (64, 64)),
+        ((256, 256), (64, 64)),
+    ],
+)  # fmt: skip
 def test_the_hopper_backward_pass_has_fewer_queries_then_keys_for_wide_heads(
-    widest: int, sizes: tuple[int, int]
+    head_dims: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
-    for head_dims in ((widest, 64), (64, widest)):
-        config = TrainingConfig(head_dims[0], BF16, head_dims[1])
-        assert hopper_backward_tiles(config, ASSUMED) == (FlashTile(*sizes, 9, 2),)
+    config = TrainingConfig(head_dims[0], BF16, head_dims[1])
+    assert hopper_backward_tiles(config, ASSUMED) == (FlashTile(*sizes, 9, 2),)
+    tile = backward_tile(*head_dims)
+    assert (tile.block_m, tile.block_n) == sizes
 
 
 def test_float32_is_multiplied_as_float32() -> None:

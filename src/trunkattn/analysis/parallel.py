@@ -87,8 +87,8 @@ def _start(number: int, task: Task[Any]) -> tuple[Connection, tuple[int, Any]]:
 
 
 def _work(task: Task[Any], sender: Connection) -> None:
-    usual_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
+    if usual_signals():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent ends this one
     gc.freeze()  # what the process was given needs no second look, which would also copy its memory
     gc.set_threshold(_NEW_OBJECTS)
     try:

@@ -18,6 +18,7 @@ from trunkattn.cli.analysis_options import AnalyzeOptions
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, as_file, check_writable, write
 from trunkattn.gpu.cards import card_named
+from trunkattn.interrupts import ends_at_once
 
 
 def run_analyze(options: AnalyzeOptions) -> None:
@@ -32,8 +33,9 @@ def run_analyze(options: AnalyzeOptions) -> None:
 
     errors = Console(file=sys.stderr)
     with reported_by_option(AnalyzeOptions):
-        setup_of(options.settings())  # before the log is read, which may last minutes
-        with shown_progress(errors) as progress, as_file(options.log) as place, _reported_as_log():
+        with ends_at_once():
+            setup_of(options.settings())  # before the log is read, which may last minutes
+        with shown_progress(errors) as progress, as_file(options.log) as place, _reported_as_log(), ends_at_once():
             log = read_log(
                 place,
                 format=options.log_format,

@@ -22,6 +22,7 @@ from trunkattn.cli.models import working
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, installed_version, missing_packages
 from trunkattn.cpu.microkernel import LANES
 from trunkattn.gpu.cards import card_at
+from trunkattn.interrupts import ends_at_once
 from trunkattn.names import install_command
 from trunkattn.reference import paged_attention
 
@@ -39,7 +40,7 @@ def run_doctor(options: "DoctorOptions") -> None:
     import typer
     from rich.console import Console
 
-    with working(Console(file=sys.stderr), "Checking the library and the engine on this CPU"):
+    with working(Console(file=sys.stderr), "Checking the library and the engine on this CPU"), ends_at_once():
         report = examine()
     if options.as_json:
         typer.echo(json.dumps(asdict(report), indent=1))
@@ -54,7 +55,8 @@ def run_plainly(arguments: Sequence[str]) -> int:
     parser = ArgumentParser("trunkattn doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args(arguments)
-    report = examine()
+    with ends_at_once():
+        report = examine()
     print(json.dumps(asdict(report), indent=1) if options.json else "\n".join(plain_lines(report)), flush=True)
     return 0 if report.healthy else 1
 

@@ -18,6 +18,7 @@ from trunkattn.cli.analysis_options import ExplainOptions
 from trunkattn.cli.command import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, check_writable, print_json, write
 from trunkattn.gpu.cards import card_named
+from trunkattn.interrupts import ends_at_once
 from trunkattn.numerics import MAX_INT32
 from trunkattn.validate import expanded
 
@@ -37,7 +38,7 @@ def run_explain(options: ExplainOptions) -> None:
         if options.as_json and options.svg_file == STANDARD_STREAM:
             raise ValueError("svg_file='-': expected a file, because --json prints to standard output")
         block_table, seq_lens, page_size = read_batch(options.batch, options.page_size)
-    with reported_by_option(ExplainOptions):
+    with reported_by_option(ExplainOptions), ends_at_once():
         from trunkattn.analysis.explain import explain
         from trunkattn.analysis.pricing.prices import Prices
         from trunkattn.analysis.reports.explain_report import explanation_dict, forest_svg, print_explanation
