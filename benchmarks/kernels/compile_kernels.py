@@ -175,7 +175,6 @@ def compile_hopper_forward(
     from trunkattn.training.arguments import Variant
     from trunkattn.training.hopper import forward_arguments as forward
     from trunkattn.training.hopper.forward import LAUNCH_REGISTERS, hopper_forward_kernel
-    from trunkattn.training.hopper.query_tiles import Tables
     from trunkattn.training.spec import hopper_forward_tile
 
     dims = (target.head_dim, head_dim_v)
@@ -185,14 +184,10 @@ def compile_hopper_forward(
     keys, head_values = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     rows = (64, keys), (tile.block_n, keys), (tile.block_n, head_values), (64, head_values)
     q_desc, k_desc, v_desc, out_desc = (_training_descriptor(target, *box) for box in rows)
-    of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
     arguments = forward.ForwardArguments(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, out_desc=out_desc,
         outputs=forward.Outputs(f"*{target.dtype}", "*fp32"),
-        tables=Tables(
-            cu_seqlens_q=of_packed, cu_seqlens_k=of_packed, subtree_end=of_tree, segment_of=of_tree, segments=of_tree,
-            depths=of_tree if window else None, next_tile="*i32", window="i32", sinks="*fp32" if sinks else None,
-        ),
+        tables=_training_tables(packed, tree, window)._replace(sinks="*fp32" if sinks else None),
         num_sequences="i32", section="i32", scale="fp32", C=constants,
     )  # fmt: skip
     return compile_gluon(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS, checks_products=True)
@@ -210,7 +205,6 @@ def compile_hopper_queries(
     """`query_gradients_kernel`, as `compile_hopper_forward`."""
     from trunkattn.training.arguments import Scales, Variant
     from trunkattn.training.hopper import query_gradients as backward
-    from trunkattn.training.hopper.query_tiles import Tables
 
     dims = (target.head_dim, head_dim_v)
     variant = Variant(causal, packed, tree, window, soft_cap > 0, False, even_q=False, even_k=False)
@@ -219,18 +213,24 @@ def compile_hopper_queries(
     block_n = constants.tile.block_n
     rows = (64, keys), (block_n, keys), (block_n, head_values), (64, head_values)
     q_desc, k_desc, v_desc, dout_desc = (_training_descriptor(target, *box) for box in rows)
-    of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
     arguments = backward.QueryArguments(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, dout_desc=dout_desc, dq_desc=q_desc,
         tensors=backward.RowTensors("*fp32", "*fp32", f"*{target.dtype}"),
-        tables=Tables(
-            cu_seqlens_q=of_packed, cu_seqlens_k=of_packed, subtree_end=of_tree, segment_of=of_tree, segments=of_tree,
-            depths=of_tree if window else None, next_tile="*i32", window="i32", sinks=None,
-        ),
+        tables=_training_tables(packed, tree, window),
         num_sequences="i32", section="i32", scales=Scales("fp32", "fp32", "fp32"), C=constants,
     )  # fmt: skip
     kernel = backward.query_gradients_kernel
     return compile_gluon(kernel, target, arguments, backward.LAUNCH_REGISTERS, checks_products=True)
+
+
+def _training_tables(packed: bool, tree: bool, window: bool) -> Any:
+    from trunkattn.training.hopper.query_tiles import Tables
+
+    of_packed, of_tree = ("*i32" if given else None for given in (packed, tree))
+    return Tables(
+        cu_seqlens_q=of_packed, cu_seqlens_k=of_packed, subtree_end=of_tree, segment_of=of_tree, segments=of_tree,
+        depths=of_tree if window else None, next_tile="*i32", window="i32", sinks=None,
+    )  # fmt: skip
 
 
 def _training_descriptor(target: Target, rows: int, width: int) -> str:

@@ -33,19 +33,19 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
-from trunkattn.training.arguments import Variant, readable, with_batch
-from trunkattn.training.hopper.common import TensorMap, tensor_map
+from trunkattn.training.arguments import readable, with_batch
+from trunkattn.training.hopper.common import TensorMap
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.forward_arguments import (
     BROUGHT,
     ForwardArguments,
     Outputs,
     forward_constants,
-    query_tables,
 )
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate
 from trunkattn.training.hopper.producer import produce, release_queries
+from trunkattn.training.hopper.query_launch import query_launch, query_maps, query_tables, query_variant
 from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
     IN_WARPGROUP,
@@ -61,7 +61,6 @@ from trunkattn.training.spec import FlashTile, hopper_forward_tile
 
 LAUNCH_REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_SECTION_BYTES: Final = 4 << 20  # a section holds at most these bytes of keys and values, but at least one KV head
 _LOG2_E = gl.constexpr(LOG2_E)
 
 
@@ -216,40 +215,24 @@ def _bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequence
     batch, seqlen_q, heads, head_dim = q.shape
     head_dims = head_dim, v.shape[-1]
     tile = hopper_forward_tile(head_dims) if tile is None else tile
-    sums, in_tree = sequences.cu_seqlens_q, sequences.tree is not None
-    causal = sequences.causal or in_tree
-    variant = Variant(
-        causal=causal,
-        packed=sequences.packed,
-        tree=in_tree,
-        window=sequences.sliding_window is not None,
-        soft_cap=sequences.soft_cap is not None,
-        sinks=sequences.sinks is not None,
-        even_q=False,
-        even_k=False,
-    )
-    group = heads // k.shape[2]
-    section = max(_SECTION_BYTES // (k.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
-    constants = forward_constants(head_dims, tile, variant, sequences.soft_cap or 0.0)
+    constants = forward_constants(head_dims, tile, query_variant(sequences), sequences.soft_cap or 0.0)
+    numbers = query_launch(q, k, v, sequences, tile)
     given = ForwardArguments(
         **dict.fromkeys(BROUGHT),
-        num_sequences=0 if sums is None else len(sums) - 1,
-        section=min(section, heads * batch),
+        num_sequences=numbers.num_sequences,
+        section=numbers.section,
         scale=sequences.sm_scale * (LOG2_E if sequences.soft_cap is None else 1.0),
         C=constants,
     )._asdict()
     given |= {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS}
-    num_tiles = (sequences.blocks(sums, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    rows = WARPGROUP_ROWS.value
-    key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
+    q_map, k_map, v_map, out_map = query_maps(q, k, v, out, constants)
     return _Bound(
-        launch=BoundLaunch(hopper_forward_kernel, Grid(min(num_sms, num_tiles), given), BROUGHT),
-        q_map=tensor_map(q, rows, key_box),
-        k_map=tensor_map(k, tile.block_n, key_box),
-        v_map=tensor_map(v, tile.block_n, value_box),
-        out_map=tensor_map(out, rows, value_box),
+        launch=BoundLaunch(hopper_forward_kernel, Grid(numbers.num_ctas, given), BROUGHT),
+        q_map=q_map,
+        k_map=k_map,
+        v_map=v_map,
+        out_map=out_map,
         lse_shape=(batch, heads, seqlen_q) if sequences.has_batch else (heads, seqlen_q),
-        window=sequences.window_within(seqlen_q + k.shape[1]),
+        window=numbers.window,
     )

@@ -3,12 +3,8 @@
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from trunkattn.gpu.hopper.online_softmax import MainloopTile, mainloop_tile
 from trunkattn.training.arguments import Variant
-from trunkattn.training.hopper.query_tiles import Tables
-from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile, hopper_query_widths
 
 _OWN_OUT_BYTES: Final = 192 << 10  # outputs get shared memory of their own if the CTA needs no more than this then
@@ -92,20 +88,4 @@ def forward_constants(
         own_out=2 * (tile.block_m * sum(widths) + streamed) <= _OWN_OUT_BYTES,
         soft_cap=soft_cap,
         backward=False,
-    )
-
-
-def query_tables(sequences: Sequences, window: int, device: torch.device) -> Tables:
-    """Returns the tables of a launch. `window` is already limited to the length of the sequences."""
-    tree, windowed = sequences.tree, sequences.sliding_window is not None
-    return Tables(
-        cu_seqlens_q=sequences.cu_seqlens_q,
-        cu_seqlens_k=sequences.cu_seqlens_k,
-        subtree_end=tree and tree.subtree_end,
-        depths=tree.depths if tree and windowed else None,
-        segment_of=tree and tree.segment_of,
-        segments=tree and tree.segments,
-        next_tile=torch.zeros(1, dtype=torch.int32, device=device),
-        window=window,
-        sinks=sequences.sinks,
     )

@@ -33,10 +33,10 @@ from trunkattn.gpu.hopper.pipeline import KvPipelines, consumer_release, consume
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.arguments import Scales, Variant
 from trunkattn.training.hopper.common import TensorMap, tensor_map
-from trunkattn.training.hopper.forward_arguments import query_tables
 from trunkattn.training.hopper.masks import Sight, mask_args_of, mask_before, mask_of, sight_of
 from trunkattn.training.hopper.memory import allocate
 from trunkattn.training.hopper.producer import BAR_Q_EMPTY, produce, release_queries
+from trunkattn.training.hopper.query_launch import query_launch, query_maps, query_tables, query_variant
 from trunkattn.training.hopper.query_tiles import (
     ALL_SEEN,
     IN_WARPGROUP,
@@ -52,7 +52,6 @@ from trunkattn.training.spec import FlashTile, hopper_query_widths
 
 _LOG2_E = gl.constexpr(LOG2_E)
 LAUNCH_REGISTERS: Final = 168  # of each thread at launch
-_SECTION_BYTES: Final = 4 << 20  # a section holds at most these bytes of keys and values, but at least one KV head
 _KEY_STAGES: Final = 3  # the products of two blocks of keys run at the same time, and another block is loaded
 _BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "tensors", "tables")
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -325,44 +324,22 @@ def bind_query_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences
 ) -> BoundQueries:
     """Prepares the launch for tensors [batch, ...] and sequences of these kinds."""
-    batch, seqlen_q, heads, head_dim = q.shape
-    head_dims = head_dim, v.shape[-1]
-    sums, in_tree = sequences.cu_seqlens_q, sequences.tree is not None
-    causal = sequences.causal or in_tree
-    variant = Variant(
-        causal=causal,
-        packed=sequences.packed,
-        tree=in_tree,
-        window=sequences.sliding_window is not None,
-        soft_cap=sequences.soft_cap is not None,
-        sinks=False,
-        even_q=False,
-        even_k=False,
-    )
-    constants = query_constants(head_dims, variant, sequences.soft_cap or 0.0)
-    tile, group = constants.tile, heads // k.shape[2]
-    section = max(_SECTION_BYTES // (k.shape[1] * sum(head_dims) * q.itemsize), 1) * group if causal else 1
+    variant = query_variant(sequences)._replace(sinks=False)  # lse includes them
+    constants = query_constants((q.shape[-1], v.shape[-1]), variant, sequences.soft_cap or 0.0)
+    numbers = query_launch(q, k, v, sequences, constants.tile)
     given = QueryArguments(
         **dict.fromkeys(_BROUGHT),
-        num_sequences=0 if sums is None else len(sums) - 1,
-        section=min(section, heads * batch),
+        num_sequences=numbers.num_sequences,
+        section=numbers.section,
         scales=Scales(sequences.sm_scale * LOG2_E, sequences.sm_scale, sequences.soft_cap or 0.0),
         C=constants,
     )._asdict()
     given |= {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS}
-    num_tiles = (sequences.blocks(sums, seqlen_q, tile.block_m) + sequences.packed) * heads * batch
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    key_box, value_box = (shape.parts[-1].width for shape in (constants.mainloop, constants.value_shape))
-    rows = WARPGROUP_ROWS.value
+    maps = query_maps(q, k, v, dout, constants)
+    q_map = maps[0]
     dq = torch.empty(q.shape, dtype=q.dtype, device="meta")
     return BoundQueries(
-        launch=BoundLaunch(query_gradients_kernel, Grid(min(num_sms, num_tiles), given), _BROUGHT),
-        maps=(
-            tensor_map(q, rows, key_box),
-            tensor_map(k, tile.block_n, key_box),
-            tensor_map(v, tile.block_n, value_box),
-            tensor_map(dout, rows, value_box),
-            tensor_map(dq, rows, key_box),
-        ),
-        window=sequences.window_within(seqlen_q + k.shape[1]),
+        launch=BoundLaunch(query_gradients_kernel, Grid(numbers.num_ctas, given), _BROUGHT),
+        maps=(*maps, tensor_map(dq, q_map.box[1], q_map.box[3])),
+        window=numbers.window,
     )
