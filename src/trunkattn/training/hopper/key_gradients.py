@@ -1,4 +1,5 @@
-"""The consumer warps of the backward pass on Hopper, for heads of up to 128, in Gluon: all gradients in one pass.
+"""The consumer warps of the backward pass on Hopper, for heads of up to 128, in Gluon: all gradients in one pass, or
+those of keys and values.
 
 A CTA holds 128 keys and values of a KV head. It streams blocks of the queries that see them, for every query head of
 the group or for a part of the heads. A producer warp loads by TMA and two consumer warpgroups compute. Each warpgroup
@@ -9,13 +10,13 @@ https://arxiv.org/abs/2307.08691):
     sᵀ = k qᵀ, dpᵀ = v doutᵀ            operands are swapped, so that registers hold p and ds as dv and dk need them
     pᵀ = exp2(sᵀ · scale - shift), dv += pᵀ dout
     dsᵀ = pᵀ · (dpᵀ - delta), dk += dsᵀ q
-    dq = ds k                           ds of both warpgroups comes through shared memory; not if `query_gradients`
-                                        computes dq
+    dq = ds k                           ds of both warpgroups comes through shared memory
 
 A soft cap multiplies ds by its slope. The shift includes the sinks.
 
 Each warpgroup computes one half of a block's dq, [64, 64], over all 128 keys. TMA adds it to memory in float32, in the
-order in which CTAs happen to run.
+order in which CTAs happen to run. So for deterministic gradients `query_gradients` computes dq, and the last line above
+is left out.
 """
 
 from typing import Any, NamedTuple

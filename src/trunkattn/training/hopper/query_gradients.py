@@ -262,7 +262,8 @@ def _consume(WARPGROUP: gl.constexpr, dq_desc, tensors, tables, scales, memory, 
 def query_gradients_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, tensors, tables, num_sequences, section, scales, C: gl.constexpr
 ):
-    """Writes dq of all tiles of queries. The other arguments are those of `hopper_forward_kernel`."""
+    """Writes dq of all tiles of queries. `tensors` are `RowTensors`, and `scales` are `Scales`. The other arguments are
+    those of `hopper_forward_kernel`."""
     memory = allocate(q_desc, k_desc, v_desc, dout_desc, C)
     gl.warp_specialize(
         [
