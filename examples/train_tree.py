@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trunkattn import PrefixTree
-from trunkattn.cli.demo_model import DEMO_MODEL_COMMAND, find_demo_model
+from trunkattn.cli.demo.model import DEMO_MODEL_COMMAND, find_demo_model
 from trunkattn.integrations.transformers import register
 
 PROMPT = (

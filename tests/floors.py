@@ -138,6 +138,27 @@ ANALYSIS_FLOORS = MappingProxyType(
         "analyze": 7,
     }
 )
+CLI_FLOORS = MappingProxyType(
+    {
+        "models": 0,
+        "packages": 0,
+        "streams": 0,
+        "options": 1,
+        "analyze": 2,
+        "demo": 2,
+        "explain": 2,
+        "generate": 2,
+        "serve": 2,
+        "doctor": 3,  # tells of the demo
+        "app": 4,
+    }
+)
 INNER_FLOORS = MappingProxyType(
-    {"gpu": GPU_FLOORS, "engine": ENGINE_FLOORS, "server": SERVER_FLOORS, "analysis": ANALYSIS_FLOORS}
+    {
+        "gpu": GPU_FLOORS,
+        "engine": ENGINE_FLOORS,
+        "server": SERVER_FLOORS,
+        "analysis": ANALYSIS_FLOORS,
+        "cli": CLI_FLOORS,
+    }
 )

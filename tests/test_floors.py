@@ -364,7 +364,10 @@ def test_a_forbidden_import_is_found(path: str, source: str) -> None:
         ("layer_inputs.py", "from .config import AttentionConfig"),
         ("planner/planner.py", "from ..config import Capacity\nfrom .prefix_forest import Forest\nimport numba"),
         ("engine/runner.py", "import torch\nimport transformers\nfrom trunkattn.attention import BatchAttention"),
-        ("cli/demo.py", "import rich\nimport trunkattn\nfrom trunkattn.analysis import trees\nfrom . import doctor"),
+        (
+            "cli/doctor/command.py",
+            "import rich\nimport trunkattn\nfrom trunkattn.analysis import trees\nfrom ..demo import model",
+        ),
         ("analysis/trees.py", "import numpy as np\nfrom trunkattn.analysis.batch import PagedBatch"),
         (
             "analysis/pricing/prices.py",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trunkattn import other_work
-from trunkattn.cli.demo_report import busy_words
+from trunkattn.cli.demo.report import busy_words
 from trunkattn.other_work import OtherWork
 
 

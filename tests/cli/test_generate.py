@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from trunkattn.cli.app import app
-from trunkattn.cli.command import fields_of
 from trunkattn.cli.generate import _file_text, _standard_input, print_stream, run_generate, valid_json
-from trunkattn.cli.options import GenerateOptions
-from trunkattn.cli.sampling_options import _read
+from trunkattn.cli.options.engine import GenerateOptions
+from trunkattn.cli.options.from_dataclass import fields_of
+from trunkattn.cli.options.sampling import _read
 from trunkattn.engine import LLM, EngineConfig, SamplingParams
 from trunkattn.engine.config import SCHEDULER_POLICIES
 

@@ -3,6 +3,7 @@
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,8 +14,12 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
-from trunkattn import cli
 from trunkattn.cli.app import app
+
+
+def module_of(command: str) -> str:
+    """The module that a command imports."""
+    return f"trunkattn.cli.{command}" + (".command" if command in ("demo", "doctor") else "")
 
 
 class Dropping(Loader):
@@ -24,7 +29,7 @@ class Dropping(Loader):
         self._name, self.ran = name, False
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name == f"trunkattn.cli.{self._name}" else None
+        return ModuleSpec(name, self) if name == module_of(self._name) else None
 
     def exec_module(self, module: ModuleType) -> None:
         with suppress(KeyboardInterrupt):
@@ -40,8 +45,9 @@ def test_it_ends_the_command_after_the_import(monkeypatch: pytest.MonkeyPatch, t
         arguments = [str(tmp_path)]
     dropping = Dropping(name)
     monkeypatch.setattr(sys, "meta_path", [dropping, *sys.meta_path])
-    monkeypatch.setattr(cli, name, None, raising=False)  # the import sets it
+    parent, _, child = module_of(name).rpartition(".")
+    monkeypatch.setattr(import_module(parent), child, None, raising=False)  # the import sets it
     with patch.dict(sys.modules):
-        sys.modules.pop(f"trunkattn.cli.{name}", None)
+        sys.modules.pop(module_of(name), None)
         result = CliRunner().invoke(app, [name, *arguments])
     assert (result.exit_code, dropping.ran) == (130, False), result.output

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.page.pictures import chart, demo_forest, drawing
 from benchmarks.page.pictures.__main__ import DRAWN, PICTURES
 from benchmarks.page.pictures.performance import CHARTS, OTHER_CHARTS
-from trunkattn.cli.demo_model import find_demo_model
+from trunkattn.cli.demo.model import find_demo_model
 
 DOCS = PICTURES.parent
 SMALLEST = 15  # size of text in a picture of 600 or 400, so that it has 12 pixels where the page shows 480 or 320

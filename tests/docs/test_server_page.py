@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from trunkattn.cli.app import app
-from trunkattn.cli.option_kinds import SERVER
+from trunkattn.cli.options.kinds import SERVER
 from trunkattn.engine.forms.limits import FormLimits
 from trunkattn.server.bodies import protocol
 from trunkattn.server.bodies.body import Body

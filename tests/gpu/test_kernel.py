@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig
-from trunkattn.cli.kernels import attention_of, kernels_on
+from trunkattn.cli.doctor.kernels import attention_of, kernels_on
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import H100, H200, Card, CardModel, GpuFacts, card_of
 from trunkattn.gpu.hopper import spec as hopper

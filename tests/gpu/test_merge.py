@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import Capacity
-from trunkattn.cli.kernels import attention_of
+from trunkattn.cli.doctor.kernels import attention_of
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.kernel import Work

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.lib.report import write_result
 from benchmarks.peers.export_model import export_model, find_gguf
 from trunkattn import LLM, SamplingParams
-from trunkattn.cli.demo_workload import load_demo
+from trunkattn.cli.demo.workload import load_demo
 
 OUT = Path("out")
 MODEL = OUT / "SmolLM2-135M-Instruct"

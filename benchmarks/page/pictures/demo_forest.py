@@ -6,8 +6,8 @@ from typing import Final
 import numpy as np
 
 from benchmarks.page.pictures.drawing import SMALL, WIDTH, Drawing
-from trunkattn.cli.demo_model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
-from trunkattn.cli.demo_workload import DemoWorkload, load_demo
+from trunkattn.cli.demo.model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
+from trunkattn.cli.demo.workload import DemoWorkload, load_demo
 from trunkattn.engine.model.inspection import inspect_model
 from trunkattn.engine.model.loading import load_tokenizer
 from trunkattn.planner.prefix_forest import Forest, build_forest

@@ -74,7 +74,7 @@ def _run() -> None:
     """Runs the command. Without the libraries that draw tables only `doctor` runs."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing and sys.argv[1:2] == ["doctor"]:
-        from trunkattn.cli.doctor import run_plainly
+        from trunkattn.cli.doctor.command import run_plainly
 
         sys.exit(run_plainly(sys.argv[2:]))
     if missing:

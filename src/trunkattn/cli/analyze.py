@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from trunkattn.analysis import settings
 from trunkattn.analysis.pricing.memory import cache_pages, check_cards
 from trunkattn.analysis.pricing.model_shape import model_shape
-from trunkattn.cli.analysis_options import AnalyzeOptions
-from trunkattn.cli.command import reported_by_option
+from trunkattn.cli.options.analysis import AnalyzeOptions
+from trunkattn.cli.options.from_dataclass import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, as_file, check_writable, write
 from trunkattn.gpu.cards import card_named
 from trunkattn.interrupts import ends_at_once

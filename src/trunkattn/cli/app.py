@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 import trunkattn
-from trunkattn.cli.analysis_options import AnalyzeOptions, ExplainOptions
-from trunkattn.cli.command import command
-from trunkattn.cli.options import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
+from trunkattn.cli.options.analysis import AnalyzeOptions, ExplainOptions
+from trunkattn.cli.options.engine import DemoOptions, DoctorOptions, GenerateOptions, ServeOptions
+from trunkattn.cli.options.from_dataclass import command
 from trunkattn.cli.packages import ANALYSIS_PACKAGES, ENGINE_PACKAGES, SERVER_PACKAGES, missing_packages
 from trunkattn.interrupts import importing
 from trunkattn.names import install_command
@@ -62,7 +62,7 @@ def demo(options: DemoOptions) -> None:
     """
     need_engine()
     with importing():
-        from trunkattn.cli.demo import run_demo_command
+        from trunkattn.cli.demo.command import run_demo_command
 
     run_demo_command(options)
 
@@ -146,6 +146,6 @@ def doctor(options: DoctorOptions) -> None:
     which takes up to a minute. The exit code is 0 if the library and the engine work on this CPU, otherwise 1.
     """
     with importing():
-        from trunkattn.cli.doctor import run_doctor
+        from trunkattn.cli.doctor.command import run_doctor
 
     run_doctor(options)

@@ -14,8 +14,8 @@ from rich.console import Console
 from trunkattn.analysis.pricing.memory import check_cards
 from trunkattn.analysis.pricing.model_shape import model_shape
 from trunkattn.analysis.trees import parse_tree, tree_batch
-from trunkattn.cli.analysis_options import ExplainOptions
-from trunkattn.cli.command import reported_by_option
+from trunkattn.cli.options.analysis import ExplainOptions
+from trunkattn.cli.options.from_dataclass import reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, check_writable, print_json, write
 from trunkattn.gpu.cards import card_named
 from trunkattn.interrupts import ends_at_once

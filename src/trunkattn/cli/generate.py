@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from trunkattn.cli.command import fields_of, reported_by_option
 from trunkattn.cli.models import name_of, place, use_threads, working
-from trunkattn.cli.options import GenerateOptions
+from trunkattn.cli.options.engine import GenerateOptions
+from trunkattn.cli.options.from_dataclass import fields_of, reported_by_option
 from trunkattn.cli.streams import STANDARD_STREAM, print_json
 from trunkattn.engine import CompletionOutput, EngineConfig, Logprob, RequestOutput
 from trunkattn.engine.model.path import existing_path

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from trunkattn.cli.command import fields_of, reported_by_option
 from trunkattn.cli.models import name_of, place, use_threads
-from trunkattn.cli.options import ServeOptions
+from trunkattn.cli.options.engine import ServeOptions
+from trunkattn.cli.options.from_dataclass import fields_of, reported_by_option
 from trunkattn.engine import EngineConfig
 from trunkattn.engine.model.path import existing_path
 from trunkattn.interrupts import ends_at_once, importing, usual_signals

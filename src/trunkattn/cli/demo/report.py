@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkattn.cli.demo_measure import (
+from trunkattn.cli.demo.measure import (
     BatchRun,
     Measurement,
     Snapshot,
@@ -23,7 +23,7 @@ from trunkattn.cli.demo_measure import (
     megabytes,
     snapshot,
 )
-from trunkattn.cli.demo_workload import DemoWorkload
+from trunkattn.cli.demo.workload import DemoWorkload
 from trunkattn.dtypes import dtype_name
 from trunkattn.engine import LLM, RequestOutput
 from trunkattn.kv_cache.manager import SlotUsage

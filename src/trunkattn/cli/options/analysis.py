@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from trunkattn.analysis.settings import ROUTES, Settings
-from trunkattn.cli.command import fields_of
-from trunkattn.cli.option_kinds import (
+from trunkattn.cli.options.from_dataclass import fields_of
+from trunkattn.cli.options.kinds import (
     ENGINE,
     JSON_OPTION,
     OUTPUT,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from trunkattn.cli.command import fields_of
-from trunkattn.cli.option_kinds import (
+from trunkattn.cli.options.from_dataclass import fields_of
+from trunkattn.cli.options.kinds import (
     SAMPLING,
     flag_option,
     integer,

@@ -27,7 +27,7 @@ class DemoWorkload:
 
 def load_demo() -> DemoWorkload:
     """Reads the demo's text from the package."""
-    folder = files("trunkattn.cli") / "demo_data"
+    folder = files("trunkattn.cli.demo") / "data"
     shop = (folder / "shop.md").read_text(encoding="utf-8")
     notes = {
         department["name"]: department["text"]

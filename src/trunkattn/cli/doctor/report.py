@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trunkattn.cli.kernels import KernelsInWords
+from trunkattn.cli.doctor.kernels import KernelsInWords
 
 if TYPE_CHECKING:
     from rich.console import Console

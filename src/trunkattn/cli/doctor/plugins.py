@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from trunkattn.cli.doctor_report import Way
+from trunkattn.cli.doctor.report import Way
 from trunkattn.cli.packages import installed_version
 from trunkattn.config import AttentionConfig
 from trunkattn.integrations.sglang import versions as sglang_versions

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from trunkattn.cli.demo_measure import megabytes
+from trunkattn.cli.demo.measure import megabytes
 from trunkattn.planner.prefix_forest import ROOT, Forest
 
 PRIVATE_COLOUR: Final = "#f2b36b"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from trunkattn.cli.option_kinds import local_model
+from trunkattn.cli.options.kinds import local_model
 from trunkattn.validate import expanded
 
 Options = TypeVar("Options")

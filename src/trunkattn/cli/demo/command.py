@@ -17,13 +17,13 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from trunkattn.cli.command import reported_by_option
-from trunkattn.cli.demo_measure import BatchRun, Step, run_batch
-from trunkattn.cli.demo_model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
-from trunkattn.cli.demo_report import DemoResult, Widest, print_result, summarise
-from trunkattn.cli.demo_workload import DemoWorkload, load_demo
+from trunkattn.cli.demo.measure import BatchRun, Step, run_batch
+from trunkattn.cli.demo.model import DEMO_MODEL, DEMO_MODEL_COMMAND, find_demo_model
+from trunkattn.cli.demo.report import DemoResult, Widest, print_result, summarise
+from trunkattn.cli.demo.workload import DemoWorkload, load_demo
 from trunkattn.cli.models import working
-from trunkattn.cli.options import DemoOptions
+from trunkattn.cli.options.engine import DemoOptions
+from trunkattn.cli.options.from_dataclass import reported_by_option
 from trunkattn.cli.streams import check_writable, print_json
 from trunkattn.engine import LLM, RequestOutput, SamplingParams
 from trunkattn.interrupts import ends_at_once
@@ -170,7 +170,7 @@ def draw(demo: Demo, widest: Widest) -> Path | None:
     """Draws the forest of the widest step and returns the picture's path; None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
-    from trunkattn.cli.demo_picture import ForestPicture, draw_forest
+    from trunkattn.cli.demo.picture import ForestPicture, draw_forest
 
     taken, step, llm = widest.taken, widest.step, demo.engines["auto"]
     queries = np.ones(len(taken.positions), np.int32)

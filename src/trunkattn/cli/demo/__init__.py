@@ -1,0 +1,1 @@
+"""`trunkattn demo`: a shop's conversations, how they are measured, and what is shown of that."""

@@ -1,0 +1,1 @@
+"""Options of the commands: dataclasses, and the command lines made of them. No torch here."""
