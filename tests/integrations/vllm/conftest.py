@@ -15,7 +15,7 @@ from vllm.v1.attention import selector
 
 from trunkattn import write_kv
 from trunkattn.integrations import prompt_plans
-from trunkattn.integrations.vllm import backend, cuda, cuda_impl, own_prompts, versions
+from trunkattn.integrations.vllm import backend, cuda, cuda_impl, decode_builder, own_prompts, versions
 from trunkattn.integrations.vllm.flash import FlashPrefill
 
 from .device_attention import DeviceAttention, PlannerCompilations
@@ -69,7 +69,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> PlannerCompilations:
 
 def set_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and kernels are the CPU's."""
-    for module in (cuda, own_prompts, prompt_plans):
+    for module in (decode_builder, own_prompts, prompt_plans):
         monkeypatch.setattr(module, "BatchAttention", DeviceAttention)
 
 

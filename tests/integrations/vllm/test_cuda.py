@@ -15,7 +15,7 @@ from vllm.v1.attention.backends import fa_utils
 from trunkattn import AttentionConfig
 from trunkattn.integrations import warm_up
 from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.vllm import cuda, versions
+from trunkattn.integrations.vllm import cuda, decode_builder, versions
 from trunkattn.integrations.vllm.context_parallel import ContextRanks
 from trunkattn.integrations.vllm.flash import with_regular_strides
 from trunkattn.reference import paged_attention
@@ -141,7 +141,7 @@ def test_there_is_room_for_prompt_chunks_only_where_they_may_overlap(
         return CapturedRun(attention, chunk_tokens)
 
     monkeypatch.setattr(DeviceAttention, "may_overlap", may_overlap)
-    monkeypatch.setattr(cuda, "CapturedRun", captured)
+    monkeypatch.setattr(decode_builder, "CapturedRun", captured)
     layer = make_layer()
     builder = make_builder(gpu_engine, layer)
     step, errors = run_step(builder, make_batch([1, 1, 5], [20, 40, 60]))

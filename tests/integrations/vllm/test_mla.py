@@ -18,7 +18,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from trunkattn.integrations.captured_run import CapturedRun
 from trunkattn.integrations.vllm import LATENT_NAME, mla, mla_builder, route, versions
 
-from .device_attention import DeviceAttention
 from .fakes import PAGE, PAGES, SEQUENCES, WIDTH
 from .latent_fakes import HEADS, LATENT, ROW, expected, make_builder, make_layer, make_step, run_decodes, set_model
 
@@ -28,7 +27,6 @@ HAS_NAME = hasattr(AttentionBackendEnum, "register")
 @pytest.fixture(autouse=True)
 def engine(gpu_engine: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """The configuration of an engine of a latent model, on what passes for a GPU."""
-    monkeypatch.setattr(mla_builder, "BatchAttention", DeviceAttention)
     set_model(gpu_engine)
     return gpu_engine
 

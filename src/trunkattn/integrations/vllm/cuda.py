@@ -1,8 +1,4 @@
-"""The back end on NVIDIA GPUs.
-
-Kernels plan each step into fixed buffers. So the full CUDA graphs that vLLM captures for decoding serve every batch,
-and no step waits for its plan. (The counts of KV reads are fetched without a wait too, unless 256 steps pass before a
-fetch arrives.)
+"""The back end on NVIDIA GPUs. `decode_builder` says how decodes are planned.
 
 vLLM puts the rows that decode, or verify drafts, first in a step. Our kernels plan and run them; in a step without a
 full graph each layer has its own graph, unless `enforce_eager` is set. The rows after them, prompts, run in
@@ -14,32 +10,27 @@ With VLLM_BATCH_INVARIANT=1 our kernels run all rows: decodes are planned on the
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from trunkattn import BatchAttention, Capacity, Plan, PromptChunks
-from trunkattn.integrations.captured_run import CapturedRun
-from trunkattn.integrations.device_traffic import DeviceTraffic, count_arrivals
 from trunkattn.integrations.layer_spec import LayerSpec
 from trunkattn.integrations.prompt_plans import room_for
 from trunkattn.integrations.vllm import versions
 from trunkattn.integrations.vllm.backend import TrunkAttentionBackend
 from trunkattn.integrations.vllm.context_parallel import context_ranks
 from trunkattn.integrations.vllm.cuda_impl import TrunkAttentionCudaImpl
-from trunkattn.integrations.vllm.decode_graphs import DecodeGraphs, DecodeRows
+from trunkattn.integrations.vllm.decode_builder import DecodeBuilder, DecodeRows, PlansToRun
 from trunkattn.integrations.vllm.flash import PrefillRows
 from trunkattn.integrations.vllm.impl import check_supported
-from trunkattn.integrations.vllm.metadata import GroupBuilder, StepPlans, check_causal
+from trunkattn.integrations.vllm.metadata import GroupBuilder, check_causal
 from trunkattn.integrations.vllm.own_prompts import OwnPrompts
-from trunkattn.integrations.warm_up import run_zeros, warm_up
+from trunkattn.integrations.warm_up import warm_up
 
-logger = init_logger("vllm.trunkattn")
 # Of prompts beside decodes, up to which a layer has a graph of its own: longer ones keep the GPU busy while the host
 # launches the next layer
 _CAPTURED_CHUNK_TOKENS: Final = 2048
@@ -97,7 +88,7 @@ class CudaStep(AttentionMetadata):
             steps of layers with fast prefill, and all copies have this one object.
     """
 
-    plans: dict[LayerSpec, tuple[Callable[..., Any], Plan]]
+    plans: PlansToRun
     planned: DecodeRows
     decodes: int
     requests: int
@@ -117,61 +108,36 @@ class CudaStep(AttentionMetadata):
         return "mixed" if self.decodes else "prefill"
 
 
-class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
-    """Plans the steps of one attention group on a GPU. Each layer spec has one plan, which every step refills."""
+class TrunkAttentionCudaBuilder(DecodeBuilder, GroupBuilder):
+    """Plans the steps of one attention group on a GPU."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._decode_query_len = int(self.reorder_batch_threshold or 1)
         self._ranks = context_ranks(self.modules.values(), vllm_config)
-        self._nothing_local: torch.Tensor | None = None
-        self._local_lens: torch.Tensor | None = None
-        if self._ranks is not None and self.attends_in_chunks:
+        if self.shares_requests and self.attends_in_chunks:
             check_supported(["decode context parallelism with attention within chunks"])
-        # On one rank a plan depends on nothing but tensors that stay where they are, and is made on the device. Rows of
-        # chunks are new tensors in each step.
-        self.supports_draft_decode_metadata_update = self._ranks is None and not self.attends_in_chunks
-        # The first step makes the tensors on the device. That is before any graph is captured and after the KV cache,
-        # whose size they need. It is also outside the memory pool in which vLLM makes builders and which its sleep mode
-        # discards.
-        self.attentions: dict[LayerSpec, BatchAttention] = {}
         self._own_prompts: OwnPrompts | None = None
-        self._device_traffic: DeviceTraffic | None = None
-        self._plans: dict[LayerSpec, Plan] = {}
-        self._decode_plans: dict[LayerSpec, Plan] = {}  # the same without the launch for prompt chunks
+        self._decode_plans: dict[LayerSpec, Plan] = {}  # the plans without the launch for prompt chunks
         self._may_overlap = False
-        self._runs: dict[LayerSpec, Callable[..., Any]] = {}
-        self._last: CudaStep | None = None
-        for spec, count in self.layers.items():
-            impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
-            prefill = impl.flash_note if impl.flash else f"TrunkAttention too, since {impl.flash_note}"
-            logger.info(
-                "TrunkAttention runs the decoding in %d layers (%s; blocks of %d tokens; up to %d query tokens a "
-                "request); prompts run in %s.",
-                *(count, spec, kv_cache_spec.block_size, self._decode_query_len, prefill),
-            )
+        self.init_decodes(kv_cache_spec.block_size, self._runs_prompts)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> CudaStep | StepPlans:
-        """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
-        without query tokens, which the graph does not compute."""
-        if not self.is_run(fast_build):
-            return StepPlans({})
-        step = self._step(common_attn_metadata)
-        assert self._device_traffic is not None
-        self._count(step, self._device_traffic)
+    def _runs_prompts(self, spec: LayerSpec) -> str:
+        impl = next(layer.impl for layer in self.modules.values() if layer.impl.layer_spec == spec)
+        return impl.flash_note if impl.flash else f"TrunkAttention too, since {impl.flash_note}"
+
+    @property
+    def shares_requests(self) -> bool:
+        """Whether several ranks hold a part of each request's keys."""
+        return self._ranks is not None
+
+    def decodes_of(self, step: CudaStep) -> CudaStep:
+        """The step itself, whose plans are those of the rows that decode."""
         return step
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CudaStep | StepPlans:
-        """Plans a step of arbitrary rows into the plans that every graph reads. The step is not counted."""
-        return self._step(common_attn_metadata) if self.is_run(fast_build=False) else StepPlans({})
-
-    def update_draft_decode_metadata(self, metadata: CudaStep) -> None:
-        """Plans a step again from its tensors, which hold the next token of each request. vLLM from 0.33 on calls it
-        between the tokens of a draft, and records it in the CUDA graph that drafts all of them."""
-        self._plan(metadata.planned)
+    def path_of(self, step: CudaStep) -> str:
+        """The path of a step for the counters, once it has run."""
+        return step.path
 
     def _step(self, batch: Any) -> CudaStep:
         check_causal(batch)
@@ -180,33 +146,20 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         )
         if not self.attentions:
             self._allocate(batch.block_table_tensor.shape[1])
-        requests = int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum())
         chunks = self._chunks(batch, decodes, decode_tokens) if decodes and prefills and self._may_overlap else None
-        if chunks is not None:
-            planned = self._decode_rows(batch, decodes + prefills)
-            plans = self._plan(planned, chunks)
-            return CudaStep(
-                plans=plans,
-                planned=planned,
-                decodes=decodes,
-                requests=requests,
-                decode_tokens=decode_tokens + prefill_tokens,
-                prefill=None,
-                chunks=True,
-            )
-        planned = self._decode_rows(batch, decodes)
-        plans = self._plan(planned) if decodes else {}
+        planned, nothing_local = self._decode_rows(batch, decodes if chunks is None else decodes + prefills)
         prefill = None
-        if prefills:
+        if prefills and chunks is None:
             prefill = self._prefill_rows(batch, decodes, slice(decode_tokens, decode_tokens + prefill_tokens))
         return CudaStep(
-            plans=plans,
+            plans=self._plan(planned, chunks) if decodes else {},
             planned=planned,
             decodes=decodes,
-            requests=requests,
-            decode_tokens=decode_tokens,
+            requests=int((batch.query_start_loc_cpu[: decodes + 1].diff() > 0).sum()),
+            decode_tokens=decode_tokens if chunks is None else decode_tokens + prefill_tokens,
             prefill=prefill,
-            nothing_local=self._nothing_local,
+            nothing_local=nothing_local,
+            chunks=chunks is not None,
         )
 
     def _chunks(self, batch: Any, decodes: int, first_token: int) -> PromptChunks | None:
@@ -220,52 +173,24 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
         return chunks if all(attention.overlaps(chunks) for attention in self.attentions.values()) else None
 
     def _allocate(self, max_pages_per_request: int) -> None:
-        """Makes the attentions, for the largest step. A row of the block table is as wide as the longest request."""
+        """Makes the attentions, for the largest step."""
         self.find_layers()
-        rows = int(self.vllm_config.scheduler_config.max_num_seqs)
-        if self.attends_in_chunks:  # the tokens of a request that decodes may lie in two chunks
-            rows *= 2
-        capacity = Capacity(
-            max_requests=rows,
-            max_query_tokens=rows * self._decode_query_len,
-            max_pages_per_request=max_pages_per_request,
-            num_pages=versions.num_blocks(self.modules.values()),
-            max_query_len=self._decode_query_len,
-            max_chunk_tokens=self._most_chunk_tokens(),
-        )
+        capacity = self._capacity(max_pages_per_request, self._most_chunk_tokens())
         self._make_attentions(capacity)
         self._may_overlap = self._find_overlap(capacity)
         if not self._may_overlap:  # room for prompt chunks would lie idle, and each plan would empty it
             capacity = replace(capacity, max_chunk_tokens=0)
             self._make_attentions(capacity)
-        eager = getattr(self.vllm_config.model_config, "enforce_eager", False)
-        direct = eager or self._ranks is not None  # a graph of a layer's own would not return the log-sum-exps
-        chunk_tokens = min(_CAPTURED_CHUNK_TOKENS, capacity.max_chunk_tokens)
-        attentions = {*self.attentions.values()}
-        runs = {each: each.run if direct else CapturedRun(each, chunk_tokens) for each in attentions}
-        self._runs = {spec: runs[attention] for spec, attention in self.attentions.items()}
-        if self._ranks is not None:
-            self._nothing_local = torch.zeros(rows, 1, dtype=torch.bool, device=self.device)
-            self._local_lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
         own = {layer.impl.layer_spec for layer in self.modules.values() if layer.impl.flash is None}
         if own:
             tokens = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
             configs = {spec: self.configs[spec] for spec in own}
-            self._own_prompts = OwnPrompts(configs, self.device, capacity, room_for(rows, tokens))
-        if self.device.type == "cuda":
-            self._warm_up(capacity.max_pages_per_request)
-        errors = [attention.errors for attention in attentions if attention.errors is not None]
-        self._device_traffic = DeviceTraffic(len(self.layers), self.device, errors)
-
-    def _make_attentions(self, capacity: Capacity) -> None:
-        """One attention serves all windows of a configuration, so that they share the workspace."""
-        self.attentions = {}  # frees the memory of the earlier ones first
-        shared = {config: BatchAttention(config, self.device, capacity) for config in self.configs.values()}
-        self.attentions = {spec: shared[config] for spec, config in self.configs.items()}
+            self._own_prompts = OwnPrompts(configs, self.device, capacity, room_for(capacity.max_requests, tokens))
+        self._make_ready(capacity, min(_CAPTURED_CHUNK_TOKENS, capacity.max_chunk_tokens))
 
     def _most_chunk_tokens(self) -> int:
         """Most tokens of prompts that our kernels may compute with the decodes of a step; 0: they never do."""
-        return 0 if self._ranks is not None else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
+        return 0 if self.shares_requests else int(self.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _find_overlap(self, capacity: Capacity) -> bool:
         """Whether one kernel may ever compute prompts and decodes together."""
@@ -277,52 +202,35 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
 
     def _warm_up(self, max_pages_per_request: int) -> None:
         """Compiles the kernels that steps run, before any request waits for them."""
-        rows = DecodeRows(
-            torch.zeros(2, max_pages_per_request, dtype=torch.int32, device=self.device),
-            torch.ones(2, dtype=torch.int32, device=self.device),
-            torch.arange(3, dtype=torch.int32, device=self.device),
-        )
-        decode = DecodeRows(rows.block_table[:1], rows.seq_lens[:1], rows.query_start_loc[:2])
+        decode, rows = (self._rows_of_zeros(count, max_pages_per_request) for count in (1, 2))
         one = torch.ones(1, dtype=torch.int32, device="cpu")
-        caches = {layer.impl.layer_spec: layer.impl.caches_of(layer.kv_cache) for layer in self.modules.values()}
-
-        def plan_and_run(rows: DecodeRows, chunks: PromptChunks | None = None) -> None:
-            for spec, (_, plan) in self._plan(rows, chunks).items():
-                queries, return_lse = len(rows.seq_lens), self._ranks is not None
-                run_zeros(self.attentions[spec], plan, caches[spec], queries, return_lse=return_lse)
 
         def work() -> None:
-            plan_and_run(decode)
+            self._plan_and_run(decode)
             if self._may_overlap:
-                plan_and_run(rows, PromptChunks(1, one, one))
+                self._plan_and_run(rows, PromptChunks(1, one, one))
             if self._own_prompts is not None:
-                self._own_prompts.run_once(caches, self.kv_cache_spec.block_size)
+                self._own_prompts.run_once(self._caches(), self.kv_cache_spec.block_size)
 
         warm_up(work)
 
-    def _decode_rows(self, batch: Any, decodes: int) -> DecodeRows:
-        lens = batch.seq_lens[:decodes]
-        if self._ranks is not None and self._nothing_local is not None and self._local_lens is not None:
-            # This step's token is among the keys already, on one of the ranks. A row without any on this rank reads one
-            # that is not its own; its log-sum-exp becomes -inf, so that the merge leaves it out. The lengths have a
-            # place of their own, since the planner's graph is bound to it.
-            local, lens = self._ranks.local_lens(lens), self._local_lens[:decodes]
-            self._nothing_local[:decodes, 0] = local == 0
-            lens.copy_(local.clamp(min=1))
-        return DecodeRows(batch.block_table_tensor[:decodes], lens, batch.query_start_loc[: decodes + 1])
+    def _decode_rows(self, batch: Any, count: int) -> tuple[DecodeRows, torch.Tensor | None]:
+        """The first rows of a step, and of each whether this rank holds none of its keys; see `CudaStep`."""
+        lens, nothing_local = batch.seq_lens[:count], None
+        if self._ranks is not None and self._rows_of_rank is not None:
+            # This step's token is among the keys already, on one of the ranks.
+            lens, nothing_local = self._rows_of_rank.place(self._ranks.local_lens(lens))
+        return DecodeRows(batch.block_table_tensor[:count], lens, batch.query_start_loc[: count + 1]), nothing_local
 
-    def _plan(
-        self, rows: DecodeRows, chunks: PromptChunks | None = None
-    ) -> dict[LayerSpec, tuple[Callable[..., Any], Plan]]:
+    def _plan(self, rows: DecodeRows, chunks: PromptChunks | None = None) -> PlansToRun:
         """Plans of rows that decode, and behind them of prompt chunks."""
-        for spec, attention in self.attentions.items():
-            options: dict[str, Any] = {"sliding_window": spec.sliding_window, "into": self._plans.get(spec)}
-            options |= {"chunks": chunks} if chunks is not None else {}
-            plan = self._plans[spec] = attention.plan(*rows, **options)
-            if chunks is None and spec not in self._decode_plans:
+        found = super()._plan(rows, chunks)
+        if chunks is not None:
+            return found
+        for spec, (_, plan) in found.items():
+            if spec not in self._decode_plans:
                 self._decode_plans[spec] = plan.only("decodes")
-        plans = self._decode_plans if chunks is None else self._plans
-        return {spec: (self._runs[spec], plan) for spec, plan in plans.items()}
+        return {spec: (run, self._decode_plans[spec]) for spec, (run, _) in found.items()}
 
     def _prefill_rows(self, batch: Any, first: int, tokens: slice) -> PrefillRows:
         rows = slice(first, batch.num_reqs)
@@ -351,18 +259,6 @@ class TrunkAttentionCudaBuilder(DecodeGraphs, GroupBuilder):
             context_lens=context_lens,
             max_context_len=most,
         )
-
-    def _count(self, step: CudaStep, traffic: DeviceTraffic) -> None:
-        """Counts the path of the last step, which has run by now, and the traffic of earlier steps that has arrived."""
-        last, self._last = self._last, step
-        if last is not None:
-            self.stats.count_step(last.path)
-        plans = [plan for _, plan in step.plans.values()]
-        if not plans:
-            self.stats.count_unshared("no_decode")
-        else:
-            traffic.note([counted for plan in plans if (counted := plan.counters.kv_tokens) is not None], step.requests)
-        count_arrivals(self.stats, traffic, self.kv_token_bytes(), logger.error)
 
 
 def _any_context(batch: Any, rows: slice) -> bool:

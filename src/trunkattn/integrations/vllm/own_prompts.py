@@ -76,7 +76,7 @@ class OwnPrompts:
         self._plans[spec] = plan
         return attention, plan.only("chunks")
 
-    def run_once(self, caches: Mapping[LayerSpec, tuple[torch.Tensor, torch.Tensor]], page_size: int) -> None:
+    def run_once(self, caches: Mapping[LayerSpec, tuple[torch.Tensor, torch.Tensor | None]], page_size: int) -> None:
         """Plans and runs what needs each kernel of the layers, on queries that are zeros; caches: theirs."""
         for spec, on_host in self._on_host.items():
             if spec in self._on_device:
