@@ -48,7 +48,7 @@ GPU_FLOORS = MappingProxyType(
         "compiling": 0,
         "graphs": 0,
         "workspace": 0,
-        "planner_compilation": 1,
+        "planner_compilation/process": 1,
         "bound": 1,
         "portable/spec": 1,  # its tiles serve other kernels, too
         "kernel": 3,
@@ -64,7 +64,7 @@ GPU_FLOORS = MappingProxyType(
         "step": 8,
         "step_planners": 9,
         "attention": 10,
-        "compile_planner": 11,  # a program: nothing imports it
+        "planner_compilation/program": 11,  # nothing imports it
     }
 )
 # The floors of every other folder of gpu/ with kernels, which is one with a spec: a new one needs no row.

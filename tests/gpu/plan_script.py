@@ -4,7 +4,7 @@ python -m tests.gpu.plan_script chunks           plans made on a device, beside 
 python -m tests.gpu.plan_script host ARGUMENTS   plans made on the host for random batches
 python -m tests.gpu.plan_script ahead ARGUMENTS  the same, after another process has compiled the planner
 
-ARGUMENTS are those of `compile_planner`.
+ARGUMENTS are those of `planner_compilation.program`.
 """
 
 import json
@@ -22,7 +22,7 @@ from trunkattn import AttentionConfig, Capacity, PromptChunks
 from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts
 from trunkattn.gpu.device_planner import planner, prompt_chunks
-from trunkattn.gpu.planner_compilation import compile_ahead
+from trunkattn.gpu.planner_compilation.process import compile_ahead
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.step_inputs import StepInputs, check_step

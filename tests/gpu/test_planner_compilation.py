@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trunkattn.gpu import compile_planner, planner_compilation
 from trunkattn.gpu.cards import GpuFacts
-from trunkattn.gpu.planner_compilation import PlannerCompilation, compile_ahead
+from trunkattn.gpu.planner_compilation import process, program
+from trunkattn.gpu.planner_compilation.process import PlannerCompilation, compile_ahead
 
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 132, 90, 50 << 20)
 
@@ -42,24 +42,24 @@ def test_plans_find_all_that_the_process_has_compiled(tmp_path: Path, batch_inva
 
 
 def test_no_process_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_compilation, "cache_folder", lambda: None)
+    monkeypatch.setattr(process, "cache_folder", lambda: None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert compile_ahead(H100, False)._process is None
 
 
-@pytest.mark.parametrize("program", ["", "/no/such/program", "/bin/false"])
-def test_a_process_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(sys, "executable", program)
+@pytest.mark.parametrize("python", ["", "/no/such/program", "/bin/false"])
+def test_a_process_that_fails_does_no_harm(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setattr(sys, "executable", python)
     planner = compile_ahead(H100, False)
     planner.wait()
     planner.wait()
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(planner_compilation, "_LONGEST_WAIT_S", 0.1)
-    process = subprocess.Popen(["sleep", "60"])
-    PlannerCompilation(process).wait()
-    assert process.returncode == -signal.SIGKILL
+    monkeypatch.setattr(process, "_LONGEST_WAIT_S", 0.1)
+    sleeping = subprocess.Popen(["sleep", "60"])
+    PlannerCompilation(sleeping).wait()
+    assert sleeping.returncode == -signal.SIGKILL
     assert "waits until its planner is compiled" in caplog.text
 
 
@@ -72,8 +72,8 @@ def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         planned.append((facts, batch_invariant))
 
-    monkeypatch.setattr(compile_planner, "cache_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(compile_planner, "plan_every_kind", plan)
+    monkeypatch.setattr(program, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(program, "plan_every_kind", plan)
     for _ in range(2):
-        compile_planner.main(json.dumps([*H100, True]))
+        program.main(json.dumps([*H100, True]))
     assert planned == [(H100, True)] * 2

@@ -10,7 +10,7 @@ import torch
 from trunkattn.attention import BatchAttention, Plan
 from trunkattn.gpu.cards import facts_of
 from trunkattn.gpu.compiling import compiled_together
-from trunkattn.gpu.planner_compilation import PlannerCompilation, compile_ahead
+from trunkattn.gpu.planner_compilation.process import PlannerCompilation, compile_ahead
 from trunkattn.planner.tiles.batch_invariant import SPAN_TOKENS
 
 # Of the prompts of a warm-up

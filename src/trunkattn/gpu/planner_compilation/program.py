@@ -1,7 +1,6 @@
-"""Compiles the host's planner for a GPU into Numba's cache: the process that `compile_ahead` starts. It needs no
-GPU.
+"""The program of the process that `compile_ahead` starts: it compiles the planner into Numba's cache. It needs no GPU.
 
-    python -m trunkattn.gpu.compile_planner '["NVIDIA H100 80GB HBM3", 132, 90, 52428800, false]'
+    python -m trunkattn.gpu.planner_compilation.program '["NVIDIA H100 80GB HBM3", 132, 90, 52428800, false]'
 
 Of several processes of a machine, such as those of tensor-parallel ranks, one compiles, and the others find its work.
 """

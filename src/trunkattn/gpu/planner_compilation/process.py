@@ -1,7 +1,7 @@
-"""The host's planner for a GPU, compiled by another process while an engine loads its model.
+"""Starts the process that compiles the planner while an engine loads its model, and waits for it.
 
 Compiling takes half a minute and holds the interpreter's lock, so a thread would stall the engine. Here another process
-(`compile_planner`) fills Numba's cache on disk. The first plan on the host waits for it and loads the cache. If the
+(`program`) fills Numba's cache on disk. The first plan on the host waits for it and loads the cache. If the
 process fails, that first plan compiles, as it would without the process.
 """
 
@@ -15,7 +15,7 @@ from trunkattn.compiled import cache_folder
 from trunkattn.gpu.cards import GpuFacts
 
 _LOG: Final = logging.getLogger(__name__)
-_MODULE: Final = "trunkattn.gpu.compile_planner"
+_MODULE: Final = "trunkattn.gpu.planner_compilation.program"
 _LONGEST_WAIT_S: Final = 120.0
 
 
