@@ -33,11 +33,11 @@ from trunkattn.analysis.pricing.prices import DecodeBatch, Prices
 from trunkattn.analysis.reading.tokens import chained
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.settings import Settings
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.load import Load
 from trunkattn.analysis.simulation.load import Workload as Requests
 from trunkattn.analysis.simulation.replay import run
-from trunkattn.analysis.simulation.simulated import EngineSize
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED
 from trunkattn.gpu.cards import EngineTimes, card_named
 
 PAGE = 16

@@ -25,10 +25,10 @@ from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.settings import ROUTES, Settings
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.simulation.load import Load, Workload
-from trunkattn.analysis.simulation.simulated import EngineSize
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED
 from trunkattn.gpu.cards import card_named
 
 REPLICAS = 4

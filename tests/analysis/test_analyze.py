@@ -21,7 +21,7 @@ from trunkattn.analysis.reports.words import overload, verdict
 from trunkattn.analysis.settings import ROUTES, Settings
 from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.simulation.load import Load, Workload
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED
 
 SETTINGS = Settings(num_pages=4000, concurrencies=(2, 8), max_num_seqs=64)
 

@@ -13,9 +13,9 @@ from benchmarks.page.common import load
 from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.requests import Requests
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.load import Feed, Load, Workload
 from trunkattn.analysis.simulation.sequences import TokenSource
-from trunkattn.analysis.simulation.simulated import EngineSize
 
 NO_BLOCKS = np.zeros(0, np.int64)
 

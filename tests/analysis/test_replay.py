@@ -11,10 +11,10 @@ from trunkattn.analysis.pricing.model_shape import model_shape
 from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.reading.log import read_log
 from trunkattn.analysis.records import LoggedRequest, Replay
+from trunkattn.analysis.simulation.engine import EngineSize, Job, SimulatedEngine
 from trunkattn.analysis.simulation.load import Feed, Load, Workload
 from trunkattn.analysis.simulation.replay import replay
 from trunkattn.analysis.simulation.sequences import TokenSource
-from trunkattn.analysis.simulation.simulated import EngineSize, Job, SimulatedEngine
 from trunkattn.analysis.simulation.timeline import MAX_MOMENTS, MAX_SNAPSHOTS
 from trunkattn.gpu.cards import card_named
 

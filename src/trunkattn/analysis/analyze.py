@@ -14,11 +14,11 @@ from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.records import Analysis, FleetReplay, Log, Replay, Spoiler
 from trunkattn.analysis.reports.words import assumptions, beside, overload, verdict
 from trunkattn.analysis.settings import ROUTES, Progress, Settings
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.fleet import Fleet, fleet_replay, run_fleet
 from trunkattn.analysis.simulation.load import Load, Workload, has_times
 from trunkattn.analysis.simulation.replay import clocks_of, replay_of, run
-from trunkattn.analysis.simulation.simulated import EngineSize
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED
 from trunkattn.analysis.spoilers.search import find_spoilers, rewritten
 from trunkattn.gpu.cards import card_named
 

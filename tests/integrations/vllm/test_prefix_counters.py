@@ -10,8 +10,8 @@ import pytest
 from vllm import SamplingParams
 
 from trunkattn.analysis.reading.log import read_log
+from trunkattn.analysis.simulation.engine import EngineSize, Job, SimulatedEngine
 from trunkattn.analysis.simulation.load import Workload
-from trunkattn.analysis.simulation.simulated import EngineSize, Job, SimulatedEngine
 
 from .engine import make_llm, shut_down
 from .models import VOCABULARY

@@ -6,8 +6,8 @@ from typing import Final
 import trunkattn.analysis.figures as figures
 from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.records import FleetReplay, Log, Replay, Spoiler
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.load import Workload
-from trunkattn.analysis.simulation.simulated import EngineSize
 
 _WORTH: Final = 0.02  # smaller gains in time per token count as none
 _NO_READS: Final = 0.005  # smaller savings of KV reads count as none

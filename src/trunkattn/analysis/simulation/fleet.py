@@ -9,10 +9,10 @@ import numpy as np
 
 from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.records import FleetReplay
+from trunkattn.analysis.simulation.engine import EngineSize, Job
 from trunkattn.analysis.simulation.load import Feed, Load, Workload
 from trunkattn.analysis.simulation.replay import Outcome
-from trunkattn.analysis.simulation.simulated import EngineSize, Job
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED, TimedEngine
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED, TimedEngine
 
 # An engine is passed over if it has more unfinished requests than _OVERLOAD times the mean plus _OVERLOAD_FROM.
 _OVERLOAD: Final = 2.0

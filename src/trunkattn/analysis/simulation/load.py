@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.records import LoggedRequest
 from trunkattn.analysis.requests import UNKNOWN, Requests
+from trunkattn.analysis.simulation.engine import EngineSize, Job
 from trunkattn.analysis.simulation.sequences import TokenSource
-from trunkattn.analysis.simulation.simulated import EngineSize, Job
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Final
 
 from trunkattn.analysis.pricing.prices import Prices
 from trunkattn.analysis.records import Moment, Replay, Snapshot
+from trunkattn.analysis.simulation.engine import EngineSize
 from trunkattn.analysis.simulation.load import Feed, Load, Workload
-from trunkattn.analysis.simulation.simulated import EngineSize
-from trunkattn.analysis.simulation.timed import ONE_BY_ONE, SHARED, Answers, TimedEngine
+from trunkattn.analysis.simulation.timed_engine import ONE_BY_ONE, SHARED, Answers, TimedEngine
 from trunkattn.analysis.simulation.timeline import Sums
 from trunkattn.engine.scheduling.scheduler import SchedulerStats
 

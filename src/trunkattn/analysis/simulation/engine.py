@@ -1,4 +1,5 @@
-"""The engine's own scheduler and cache manager, without a model: what each step computes, and which pages it reads.
+"""An engine that computes nothing: the real scheduler and cache manager say what each step would compute, and which
+pages it would read.
 
 Steps in which nothing but decodes happens are taken many at a time. The cache manager still sees every page that is
 taken and every page that becomes full, step by step and in the scheduler's order, so hits and pages are those of the

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.analysis.logs_of_tokens import Numbering, Prompt, random_prompts
 from trunkattn import LLM
+from trunkattn.analysis.simulation.engine import EngineSize, Job, SimulatedEngine
 from trunkattn.analysis.simulation.sequences import TokenSource
-from trunkattn.analysis.simulation.simulated import EngineSize, Job, SimulatedEngine
 from trunkattn.engine.assembly import keys_per_token
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from trunkattn.analysis.pricing.prices import AttentionTimes, DecodeBatch, Prices
 from trunkattn.analysis.simulation.block_table import BlockTable
+from trunkattn.analysis.simulation.engine import Ends, EngineSize, Job, SimulatedEngine, Steps
 from trunkattn.analysis.simulation.sequences import TokenSource
-from trunkattn.analysis.simulation.simulated import Ends, EngineSize, Job, SimulatedEngine, Steps
 from trunkattn.analysis.simulation.timeline import Album, Sums, Timeline
 
 ONE_BY_ONE: Final = 0  # the clock of an engine in which each request reads its own KV
