@@ -10,11 +10,9 @@ import torch
 from trunkattn import flash_attention
 
 from ..training.parallel_script import in_processes_of_its_own
-from ..training.training_cases import FEATURES, TREES, Results, TrainingCase, longer, run
-from .test_flash_attention import check
-from .test_flash_attention import own_kernels as own_kernels
+from ..training.training_cases import FEATURES, TREES, Results, TrainingCase, check, longer, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_kernels")]
 BF16 = torch.bfloat16
 CASES = {
     "batch": TrainingCase(((300, 300), (300, 300)), False, True, (8, 2), 64, BF16, device="cuda"),

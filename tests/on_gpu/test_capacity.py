@@ -2,55 +2,20 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trunkattn import AttentionConfig, BatchAttention, Capacity
+from trunkattn import BatchAttention, Capacity
 from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.integrations import captured_run
 from trunkattn.integrations.captured_run import CapturedRun
 
-from .test_card import GOOD, Layer, expected, make_layer, ragged
+from .layers import GOOD, captured, expected, make_layer, ragged, replay
 
 pytestmark = pytest.mark.gpu
 TREES = ("1,8,64_512,128,100", "1,10_4096,416", "8_8192", "1,256_256,32", "1,300_2048,20", "256_1024", "1_30000")
-
-
-def captured(config: AttentionConfig, capacity: Capacity, layers: list[Layer]) -> tuple[BatchAttention, list, Any]:
-    """Captured with a plan of no request: attention, tensors as large as any layer's, (graph, plan)."""
-    pages = max(len(layer.k_cache) for layer in layers)
-    attention = BatchAttention(config, "cuda", replace(capacity, num_pages=pages))
-    caches = [
-        torch.full(
-            (pages, config.page_size, config.num_kv_heads, dim), math.nan, device="cuda", dtype=config.cache_dtype
-        )
-        for dim in (config.head_dim, config.value_dim)
-    ]
-    q = torch.zeros(capacity.max_query_tokens, config.num_qo_heads, config.head_dim, device="cuda", dtype=config.dtype)
-    out = torch.full((len(q), config.num_qo_heads, config.value_dim), math.nan, device="cuda", dtype=config.dtype)
-    empty = torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    plan = attention.plan(*empty)
-    attention.run(plan, q, *caches, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attention.run(plan, q, *caches, out=out)
-    return attention, [q, *caches, out], (graph, plan)
-
-
-def replay(layer: Layer, attention: BatchAttention, tensors: list[torch.Tensor], graph: Any, plan: Any) -> torch.Tensor:
-    q, k_cache, v_cache, out = tensors
-    for target, source in ((q, layer.q), (k_cache, layer.k_cache), (v_cache, layer.v_cache)):
-        target[: len(source)] = source
-    out.fill_(math.nan)
-    assert attention.plan(*layer.step, into=plan) is plan
-    plan.check()
-    graph.replay()
-    assert out[len(layer.q) :].isnan().all(), "rows beyond the plan's are left as they are"
-    return out[: len(layer.q)]
 
 
 def test_layers_captured_one_by_one_run_any_plan() -> None:

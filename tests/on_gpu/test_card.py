@@ -1,7 +1,7 @@
 """`BatchAttention` on an NVIDIA GPU at real sizes: accuracy, determinism, graphs, invariance, bad input."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,76 +12,9 @@ from trunkattn import AttentionConfig, BatchAttention, write_kv, write_latent
 from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.trees import parse_tree, tree_batch
 
+from .layers import GOOD, assert_repeats, expected, make_layer, ragged
+
 pytestmark = pytest.mark.gpu
-GOOD = AttentionConfig(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's tensors on the card; pages outside the tables hold NaN."""
-
-    batch: PagedBatch
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-
-    @property
-    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments of `plan`."""
-        batch = self.batch
-        arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        return tuple(torch.from_numpy(array) for array in arrays)
-
-
-def make_layer(config: AttentionConfig, batch: PagedBatch, seed: int = 0) -> Layer:
-    torch.manual_seed(seed)
-    shape = (batch.num_pages + 3, config.page_size, config.num_kv_heads)
-    caches = [torch.randn(*shape, dim, device="cuda") for dim in (config.head_dim, config.value_dim)]
-    for cache in caches:
-        cache[batch.num_pages :] = math.nan
-    q = torch.randn(int(batch.query_start_loc[-1]), config.num_qo_heads, config.head_dim, device="cuda")
-    return Layer(batch, q.to(config.dtype), *(cache.to(config.cache_dtype) for cache in caches))
-
-
-def expected(layer: Layer, config: AttentionConfig, rows: list[int], **options: Any) -> torch.Tensor:
-    """float64 outputs of some requests' query tokens, one after the other."""
-    starts, outputs = layer.batch.query_start_loc, []
-    for row in rows:
-        length = int(layer.batch.seq_lens[row])
-        pages = torch.from_numpy(layer.batch.block_table[row, : -(-length // config.page_size)])
-        k, v = (cache[pages.to(cache.device).long()].flatten(0, 1)[:length] for cache in (layer.k_cache, layer.v_cache))
-        q = layer.q[starts[row] : starts[row + 1]]
-        heads = q.unflatten(1, (config.num_kv_heads, -1)).unbind(1)  # one at a time: logits of all are gigabytes
-        sinks = options["sinks"].view(config.num_kv_heads, -1) if "sinks" in options else [None] * config.num_kv_heads
-        window = options.get("window", 1 << 30)
-        each = zip(heads, k.unbind(1), v.unbind(1), sinks, strict=True)
-        outputs.append(torch.cat([expected_of_head(config, *one, window) for one in each], 1))
-    return torch.cat(outputs)
-
-
-def expected_of_head(
-    config: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, window: int
-) -> torch.Tensor:
-    """[Q, G, Dv] in float64, for one KV head: q [Q, G, D], the last tokens' queries; k [L, D], v [L, Dv]; sinks [G]."""
-    scale = 1 / math.sqrt(config.head_dim) if config.sm_scale is None else config.sm_scale
-    logits = torch.einsum("qgd,ld->gql", q.double(), k.double()) * scale
-    if config.logits_soft_cap:
-        logits = config.logits_soft_cap * torch.tanh(logits / config.logits_soft_cap)
-    token = torch.arange(len(k), device=q.device)
-    position = token[len(k) - len(q) :, None]
-    logits = logits.masked_fill((token > position) | (token <= position - window), -math.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
-    return torch.einsum("gql,ld->qgd", logits.softmax(-1)[..., : len(k)], v.double())
-
-
-def ragged(tree: str, page_size: int, seed: int = 0) -> PagedBatch:
-    """A tree with uneven tails and query lengths 0 to 40."""
-    batch = tree_batch(parse_tree(tree), page_size, row_seed=seed, page_seed=seed)
-    rng = np.random.default_rng(seed)
-    seq_lens = batch.seq_lens - rng.integers(0, 17, len(batch.seq_lens)).astype(np.int32)
-    lengths = np.where(rng.random(len(seq_lens)) < 0.7, 1, rng.integers(0, 41, len(seq_lens)))
-    return replace(batch, seq_lens=seq_lens, query_lens=np.minimum(lengths, seq_lens).astype(np.int32))
 
 
 def check(config: AttentionConfig, batch: PagedBatch, tolerance: float, window: int | None = None) -> None:
@@ -143,16 +76,6 @@ def test_soft_cap_sinks_and_a_narrower_value() -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_8_bit_caches_match_the_oracle(kv_dtype: torch.dtype) -> None:
     check(replace(GOOD, kv_dtype=kv_dtype), ragged("1,4,40_320,160,90", 16), 0.03)
-
-
-def assert_repeats(config: AttentionConfig, batch: PagedBatch) -> None:
-    """A thousand runs are equal, bit for bit."""
-    layer, attention = make_layer(config, batch), BatchAttention(config)
-    plan = attention.plan(*layer.step)
-    first, first_lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
-    for _ in range(1000):
-        out, lse = attention.run(plan, layer.q, layer.k_cache, layer.v_cache, return_lse=True)
-        assert torch.equal(out, first) and torch.equal(lse, first_lse)
 
 
 def test_a_thousand_runs_are_bit_equal() -> None:

@@ -13,9 +13,7 @@ from trunkattn import AttentionConfig, BatchAttention, Capacity, PromptChunks
 from trunkattn.analysis.batch import PagedBatch
 from trunkattn.integrations.captured_run import CapturedRun
 
-from .test_card import GOOD, Layer
-from .test_hopper_prefill_decode import assert_right, hopper, mixed
-from .test_prefill import poisoned
+from .layers import GOOD, Layer, assert_right, is_hopper, mixed, poisoned
 from .watching import no_waits
 
 pytestmark = pytest.mark.gpu
@@ -61,14 +59,14 @@ def test_decodes_and_chunks_planned_on_the_device_match_the_oracle(
     heads: tuple[int, int], several: bool, window: int | None
 ) -> None:
     batch, number = chunks_last(mixed(several=several))
-    execution = "overlapped" if hopper() else "auto"
+    execution = "overlapped" if is_hopper() else "auto"
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], execution=execution)
     layer = poisoned(config, batch)
     attention = made(config, layer)
-    assert attention.overlaps(prompt_chunks(batch, number)) == hopper()
+    assert attention.overlaps(prompt_chunks(batch, number)) == is_hopper()
     plan = planned(attention, layer, number, window=window)
     plan.check()
-    assert (int(plan.step.gpu_plan.arrays["overlapped"][1]) > 0) == hopper()
+    assert (int(plan.step.gpu_plan.arrays["overlapped"][1]) > 0) == is_hopper()
     assert_right(layer, *run(attention, plan, layer), sliding_window=window)
 
 

@@ -19,7 +19,7 @@ from ..gpu.device_cases import ROOMY, Planned, capacity_for, prepare
 from ..gpu.kernel_cases import make_card
 from ..planner.specs import as_batch, forest_of
 from ..planner.tile_cases import arrays, make_rule
-from .test_card import ragged
+from .layers import ragged
 from .watching import no_waits
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,5 @@
 """`flash_attention` on an NVIDIA GPU at real sizes: gradients, determinism, memory, torch.compile, graphs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.lib.internals import own_training_kernels
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
@@ -17,15 +15,8 @@ from trunkattn.training.spec import TrainingConfig
 
 from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, check, longer, run, tree_case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_kernels")]  # these are tests of what computes all lengths
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def own_kernels() -> Iterator[None]:
-    """Others compute sequences of one length unless they are off; these are tests of what computes all the rest."""
-    with own_training_kernels():
-        yield
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

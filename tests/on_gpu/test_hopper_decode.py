@@ -21,7 +21,7 @@ from trunkattn.gpu.kernel import kernels_of
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.tiles.step import TiledStep
 
-from .test_card import GOOD, Layer, expected, make_layer
+from .layers import GOOD, Layer, expected, make_layer
 from .watching import count_launches
 
 pytestmark = pytest.mark.gpu

@@ -11,37 +11,14 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import Card, GpuFacts, OverlapTimes, Speeds, card_of
 from trunkattn.gpu.hopper.spec import BOTH_NARROW_ROWS
-from trunkattn.reference import paged_attention
 
-from .test_capacity import captured, replay
-from .test_card import GOOD, Layer, assert_repeats
-from .test_prefill import chunks, poisoned
+from .layers import GOOD, assert_repeats, assert_right, captured, chunks, is_hopper, mixed, poisoned, replay
 from .watching import count_launches
 
 pytestmark = pytest.mark.gpu
 CONFIG = replace(GOOD, execution="overlapped")
-LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 255, 256, 500, 1000)
-
-
-def mixed(page_size: int = 16, several: bool = False) -> PagedBatch:
-    """204 decodes, 24 of which share trunks, a row of padding, and chunks, two of which share them too; rows in random
-    order. several: the decodes have 1, 2 and 3 query tokens."""
-    tree = tree_batch(parse_tree("1,4,26_512,128,90"), page_size)
-    alone = np.array([*np.resize(LENGTHS, 181), 300, 1324, 700])
-    lens = np.append(tree.seq_lens, alone).astype(np.int32)
-    pages = -(-alone // page_size)
-    num_pages, columns = tree.num_pages + int(pages.sum()), -(-int(lens.max()) // page_size)
-    table = np.zeros((len(lens), columns), np.int32)
-    table[:26, : tree.block_table.shape[1]] = tree.block_table
-    table[26:] = (tree.num_pages + (np.cumsum(pages) - pages)[:, None] + np.arange(columns)) % num_pages
-    query_lens = np.minimum(np.resize([1, 2, 3] if several else [1], len(lens)), lens)
-    query_lens[[3, 14, 40, -3, -2, -1]] = 80, 80, 0, 300, 200, 70
-    rows = np.random.default_rng(0).permutation(len(lens))
-    table = np.random.default_rng(1).permutation(num_pages)[table]
-    return PagedBatch(table[rows].astype(np.int32), lens[rows], query_lens[rows].astype(np.int32), page_size, num_pages)
 
 
 EMPTY = PagedBatch(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32), 16, 0)
@@ -62,13 +39,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_launches(monkeypatch, prefill_decode)
 
 
-def hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
 def refused(config: AttentionConfig) -> bool:
     """Whether the card has no kernel for an overlapped execution; the constructor then says so."""
-    if hopper():
+    if is_hopper():
         return False
     with pytest.raises(ValueError, match=r"execution='overlapped'.* and compute capability 9\.0"):
         BatchAttention(config)
@@ -79,23 +52,6 @@ def num_overlapped(plan: Any) -> int:
     first, last = plan.step.gpu_plan.arrays["overlapped"].tolist()[:2]
     assert first == 0
     return last
-
-
-def assert_right(
-    layer: Layer, out: torch.Tensor, lse: torch.Tensor | None = None, tolerance: float = 0.01, **options: Any
-) -> None:
-    """All chunks, and every seventh decode, against the oracle. options: of the oracle."""
-    assert not out.isnan().any()
-    lens, starts = layer.batch.query_lens, layer.batch.query_start_loc
-    rows = [*np.flatnonzero(lens > 3), *np.flatnonzero((lens > 0) & (lens <= 3))[::7]]
-    tokens = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-    table, seq_lens = (array[rows] for array in layer.step[:2])
-    of_rows = torch.from_numpy(np.append(0, np.cumsum(lens[rows])))
-    caches = layer.k_cache, layer.v_cache
-    want, want_lse = paged_attention(layer.q[tokens], *caches, table, seq_lens, of_rows, **options)
-    torch.testing.assert_close(out[tokens].double(), want, rtol=tolerance, atol=tolerance)
-    if lse is not None:
-        torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=0, atol=1e-3)
 
 
 def check(config: AttentionConfig, batch: PagedBatch, tolerance: float = 0.01, window: int | None = None) -> Any:
@@ -216,7 +172,7 @@ def test_auto_overlaps_where_the_card_gains(launched: list[int], monkeypatch: py
     times = OverlapTimes(600_000, Speeds(percent, percent), Speeds(percent, percent), 1000, 0, 0, 0)
     set_times(monkeypatch, times)
     plan = check(GOOD, mixed())
-    assert bool(launched) == (num_overlapped(plan) > 0) == (gains and hopper())
+    assert bool(launched) == (num_overlapped(plan) > 0) == (gains and is_hopper())
 
 
 @pytest.mark.parametrize("heads, window", [((32, 8), None), ((16, 1), None), ((16, 1), 100), ((16, 16), 100)])
@@ -234,7 +190,7 @@ def test_sinks_and_soft_caps(
     set_times(monkeypatch, times, family=True)
     config = replace(GOOD, num_qo_heads=heads[0], num_kv_heads=heads[1], **options)
     plan = check(config, mixed(several=window is not None), window=window)
-    assert bool(launched) == (num_overlapped(plan) > 0) == hopper()
+    assert bool(launched) == (num_overlapped(plan) > 0) == is_hopper()
 
 
 @pytest.mark.parametrize("execution", ["overlapped", "auto"])
@@ -245,7 +201,7 @@ def test_one_graph_for_chunks_decodes_both_and_neither(launched: list[int], exec
     batches = [mixed(), only(mixed(), True), only(mixed(), False), EMPTY, mixed(several=True)]
     layers = [poisoned(config, batch) for batch in batches]
     attention, tensors, (graph, plan) = captured(config, Capacity(256, 2048, 128, 1 << 20), layers)
-    assert launched == [1, 1] * hopper()
+    assert launched == [1, 1] * is_hopper()
     for layer in (*layers, layers[0]):
         found = replay(layer, attention, tensors, graph, plan)
         lens = layer.batch.query_lens

@@ -14,7 +14,7 @@ from trunkattn.integrations.sglang.device_tables import DeviceTables
 from trunkattn.integrations.sglang.tables import pages
 from trunkattn.reference import latent_attention
 
-from .test_sglang_graphs import ROWS, SLOTS, padding, place, setting
+from .sglang_requests import ROWS, SLOTS, padding, place, setting
 from .watching import no_waits
 
 pytestmark = pytest.mark.gpu

@@ -9,31 +9,12 @@ import torch
 
 from trunkattn import AttentionConfig, BatchAttention, Capacity, Plan
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import parse_tree, tree_batch
 from trunkattn.gpu.cards import card_at
 
-from .test_capacity import captured, replay
-from .test_card import GOOD, Layer, assert_repeats, expected, make_layer
+from .layers import GOOD, Layer, assert_repeats, captured, chunks, expected, is_hopper, make_layer, poisoned, replay
 from .watching import count_launches
 
 pytestmark = pytest.mark.gpu
-
-
-def chunks(tree: str, query_lens: list[int], page_size: int = 16) -> PagedBatch:
-    """The query lengths again and again over the tree's requests."""
-    batch = tree_batch(parse_tree(tree), page_size, row_seed=0, page_seed=0)
-    return replace(batch, query_lens=np.resize(np.array(query_lens, np.int32), len(batch.seq_lens)))
-
-
-def poisoned(config: AttentionConfig, batch: PagedBatch) -> Layer:
-    """NaN behind the last token of every request's last page, too."""
-    layer = make_layer(config, batch)
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        page, offset = divmod(length, config.page_size)
-        if offset:
-            for cache in (layer.k_cache, layer.v_cache):
-                cache[int(batch.block_table[row, page]), offset:] = math.nan
-    return layer
 
 
 @pytest.fixture
@@ -154,10 +135,6 @@ def test_run_allocates_nothing_with_chunks() -> None:
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     attention.run(plan, layer.q, layer.k_cache, layer.v_cache, out=out)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
-def is_hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def test_an_sm_90_and_no_other_card_gets_its_own_kernel(launched: list[int]) -> None:
