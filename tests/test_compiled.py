@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numba.core import event
-from numba.core.caching import CompileResultCacheImpl, NullCache
+from numba.core.caching import CompileResultCacheImpl, IndexDataCacheFile, NullCache
 
 from trunkattn import compiled
 
@@ -60,22 +61,58 @@ def test_a_cached_function_has_the_stamp_of_all_sources() -> None:
     assert isinstance(compiled.njit(inner=True)(first_axis)._cache, NullCache)
 
 
-@pytest.mark.parametrize("name", ["nowhere.Entries", "trunkattn.compiled.Entries"])
-def test_an_index_that_names_what_is_gone_is_emptied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Another version wrote it, whose classes have other names or stood in other files."""
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cache, with the compiled code of `first_axis`."""
     monkeypatch.setattr(compiled._PackageCacheImpl, "check_cachable", lambda self, result: True)
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    first = compiled.njit(first_axis)
-    assert first(np.zeros((3, 2))) == 3
-    (index,) = tmp_path.rglob("*.nbi")
+    assert compiled.njit(first_axis)(np.zeros((3, 2))) == 3
+    return tmp_path
+
+
+def is_cached() -> bool:
+    """Whether the next process would find the code of `first_axis`, which has to run in any case."""
+    dispatcher = compiled.njit(first_axis)
+    assert dispatcher(np.zeros((3, 2))) == 3
+    return bool(dispatcher.stats.cache_hits)
+
+
+@pytest.mark.parametrize("name", ["nowhere.Entries", "trunkattn.compiled.Entries"])
+def test_an_index_that_names_what_is_gone_is_emptied(own_cache: Path, name: str) -> None:
+    """Another version wrote it, whose classes have other names or stood in other files."""
+    (index,) = own_cache.rglob("*.nbi")
     module, _, attribute = name.rpartition(".")
     version, _ = index.read_bytes().split(b"\x80", 1)
     index.write_bytes(version + f"c{module}\n{attribute}\n.".encode())
-    second = compiled.njit(first_axis)
-    assert second(np.zeros((3, 2))) == 3
-    assert compiled.njit(first_axis)(np.zeros((3, 2))) == 3 and len(index.read_bytes()) > 50
+    assert not is_cached() and is_cached()
+
+
+@pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: bytes(len(data))]
+)
+def test_damaged_files_are_written_again(own_cache: Path, pattern: str, damage: Callable[[bytes], bytes]) -> None:
+    """The machine lost its power after a file had its name and before it had its bytes."""
+    assert is_cached()
+    (file,) = own_cache.rglob(pattern)
+    file.write_bytes(damage(file.read_bytes()))
+    assert not is_cached() and is_cached()
+
+
+def test_a_full_disk_keeps_no_code_of_another_version(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index with the new stamp still finds room, and names a file that has the code of the version before."""
+
+    def no_room(self: Any, name: str, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    compiled._warn_unkept.cache_clear()
+    monkeypatch.setattr(compiled, "source_stamp", lambda: "of a newer version")
+    with monkeypatch.context() as full, pytest.warns(RuntimeWarning, match="No space left on device.*make room there"):
+        full.setattr(IndexDataCacheFile, "_save_data", no_room)
+        assert not is_cached()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not is_cached() and is_cached()
 
 
 def test_without_a_folder_functions_run_uncached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 Numba keeps compiled code beside the sources or in a folder of the user, or in the folder that NUMBA_CACHE_DIR names.
 Its own cache notices a change of the file that defines a function, but not of files whose functions it calls. So here
-the cache depends on every source that is compiled.
+the cache depends on every source that is compiled. Damaged files of it, a full disk and what else keeps it from being
+read or written cost time, and no call fails.
 """
 
 import hashlib
@@ -10,13 +11,14 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numba
 from numba.core import event
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 
 from trunkattn.interrupts import finished, held_interrupts
 
@@ -96,23 +98,57 @@ class _PackageCacheImpl(CompileResultCacheImpl):
         self._locator.get_source_stamp = source_stamp
 
 
+class _PackageCacheFile(IndexDataCacheFile):
+    """Numba's files of one function: an index, and code, which has the stamp of its sources here, too. Numba writes the
+    index first. If the disk is full or the process ends then, the index names a file with the code of an older
+    version."""
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keeps compiled code with its stamp."""
+        super().save(key, (self._source_stamp, data))
+
+    def load(self, key: Any) -> Any:
+        """Compiled code of these sources; None if none is kept."""
+        found = super().load(key)
+        return found[1] if found is not None and found[0] == self._source_stamp else None
+
+
 class _PackageCache(FunctionCache):
     _impl_class = _PackageCacheImpl
 
+    def __init__(self, function: _Function) -> None:
+        super().__init__(function)
+        self._cache_file = _PackageCacheFile(self.cache_path, self._impl.filename_base, source_stamp())
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Compiled code for a signature; None if none is kept. An index that another version of this package wrote may
-        name classes that this one does not have: it is emptied."""
+        """Compiled code for a signature; None if none is kept. Files that cannot be read are given up: those of another
+        version of this package may name classes that this one does not have, and those of a machine that lost its power
+        may be cut off, of which pickle raises anything."""
         try:
             return super().load_overload(sig, target_context)
-        except (AttributeError, ImportError):
-            self.flush()
+        except Exception:
+            with suppress(OSError):
+                self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keeps compiled code. Numba writes the index first, under whose new stamp the code of an older version would
-        be found if the process ended then."""
-        with finished():
-            super().save_overload(sig, data)
+        """Keeps compiled code, or warns that it could not. A signal waits, because it would leave a part of a file."""
+        try:
+            with finished():
+                super().save_overload(sig, data)
+        except Exception as error:
+            _warn_unkept(str(error))
+
+
+@cache
+def _warn_unkept(reason: str) -> None:
+    """Warns that compiled code is not kept. Once: the reason is the same for every function."""
+    warnings.warn(
+        f"trunkattn could not keep what it compiled in {cache_folder()} ({reason}), so later processes compile it "
+        f"again; make room there, or set NUMBA_CACHE_DIR to another folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 class Announcer(event.Listener):
