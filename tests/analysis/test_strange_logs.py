@@ -138,6 +138,62 @@ def test_a_log_beside_its_compressed_copy_is_read_once(tmp_path: Path, name: str
     assert len(list(contents_of(tmp_path).lines)) == 2
 
 
+def test_what_has_the_name_of_a_log_and_is_no_file_is_named(tmp_path: Path) -> None:
+    """A folder's log that cannot be read must not be missing from the count in silence."""
+    written(tmp_path / "a.jsonl", {"prompt": "a b c"})
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert len(read_log(tmp_path).requests) == 1
+    (tmp_path / "latest.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(ValueError, match=r"latest.jsonl: it is a link that leads to no file; expected a file, or no"):
+        read_log(tmp_path)
+    (tmp_path / "latest.jsonl").unlink()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe.jsonl: it is no file, but a pipe or a device; expected a file, or no"):
+        read_log(tmp_path)
+    with pytest.raises(ValueError, match=r"pipe.jsonl: it is no file, but a pipe or a device; expected a log"):
+        read_log(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ValueError, match=r"loop: it is a link that leads to no file; expected a log"):
+        read_log(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("end", ["", ",", ', {"prompt": "d e f"}', "]]"])
+def test_an_array_that_ends_behind_an_entry_without_its_bracket_is_told(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(f'[{{"prompt": "a b c"}}{end}')
+    log = read_log(path)
+    reasons = ["it is not JSON (its list does not end); expected a JSON object, and nothing behind it is read"]
+    assert [line.reason for line in log.skipped] == ([] if "]" in end else reasons)
+    assert len(log.requests) == 1 + ("{" in end)
+
+
+def test_an_array_of_an_open_bracket_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "log.json").write_text("[" * 9)
+    with pytest.raises(ValueError, match="its list does not end"):
+        read_log(tmp_path / "log.json")
+
+
+def test_a_table_may_have_one_column(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text('prompt\na b c\n"d, e"\n')
+    log = read_log(tmp_path / "log.csv")
+    assert (log.unit, len(log.requests), log.num_skipped) == ("row", 2, 0)
+
+
+@pytest.mark.parametrize(("sign", "name"), [(";", "semicolons"), ("\t", "tabs")])
+def test_a_table_without_commas_is_refused_by_what_it_has(tmp_path: Path, sign: str, name: str) -> None:
+    (tmp_path / "log.csv").write_text(sign.join(("Timestamp", "Request tokens", "Response tokens")) + "\n")
+    with pytest.raises(ValueError, match=rf"log.csv: {name} separate the names of its columns; expected commas"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_a_time_that_python_has_no_name_for_is_not_a_damaged_file(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    times = pyarrow.array([1 << 62], pyarrow.timestamp("us"))
+    parquet.write_table(pyarrow.table({"prompt": ["a b c"], "timestamp": times}), tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"log.parquet: it holds a time outside of the years 1 to 9999"):
+        read_log(tmp_path / "log.parquet")
+
+
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")

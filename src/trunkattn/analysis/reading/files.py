@@ -5,8 +5,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from trunkattn.analysis.formats.base import Line, decoded
@@ -22,6 +23,7 @@ _COLUMNS: Final = frozenset(
 _TEXTS: Final = frozenset({"prompt", "text", "answer", "completion", "generated_text"})  # columns of a table
 _TEXTS_OR_BODIES: Final = _TEXTS | {"input", "output", "response"}
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]{0,399})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?")
+_DEPTH: Final = MappingProxyType({"[": 1, "]": -1})  # how a bracket changes the number of lists that are open
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _OBJECT: Final = "expected a JSON object"
 _END: Final = "nothing behind it is read"
@@ -42,20 +44,31 @@ def files_of(path: Path) -> list[Path]:
     by a link such as latest.jsonl, is taken once. Where some names are those of logs, other files are left out.
 
     Raises:
-        ValueError: there is no such file, or the folder is empty, or one in it cannot be read.
+        ValueError: there is no such file, or the folder is empty, or one in it cannot be read, or what has the name of
+            a log is no file.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{path}: there is no such file or folder; expected a log")
-    inner = (file.relative_to(path) for file in _inside(path) if file.is_file())
+        raise ValueError(f"{path}: {_no_file(path)}; expected a log")
+    inner = (file.relative_to(path) for file in _inside(path) if file.is_file() or is_log(file))
     found = [path / file for file in sorted(inner, key=lambda file: f"{file}{_AFTER_ALL}")]
     if not found:
         raise ValueError(f"{path}: the folder is empty; expected logs, or texts that are one prompt each")
     found = [file for file in found if is_log(file)] or found
+    for file in found:
+        if not file.is_file():
+            raise ValueError(f"{file}: {_no_file(file)}; expected a file, or no such name in the folder")
     own_names_first = sorted(found, key=Path.is_symlink)
     kept = {(file.stat().st_dev, file.stat().st_ino): file for file in reversed(own_names_first)}
     return [file for file in found if file in kept.values()]
+
+
+def _no_file(path: Path) -> str:
+    """Why nothing can be read at a path."""
+    if path.is_symlink() and not path.exists():
+        return "it is a link that leads to no file"
+    return "it is no file, but a pipe or a device" if path.exists() else "there is no such file or folder"
 
 
 def _inside(folder: Path) -> Iterator[Path]:
@@ -159,11 +172,11 @@ def _begins_array(head: bytes) -> bool:
 
 def _begins_table(head: bytes, is_named: bool) -> bool:
     """Whether a file begins with the names of a table's columns. Where its own name does not say so, such as that of
-    standard input, one of them is known."""
+    standard input, there are several, and one of them is known."""
     line, _, _ = head.partition(b"\n")
-    if head[:1] in (b"{", b"") or b"," not in line:
-        return False
-    return is_named or not _COLUMNS.isdisjoint(cell.strip(b' "\r') for cell in line.split(b","))
+    if is_named or b"," not in line:
+        return is_named and head[:1] not in (b"{", b"")
+    return not _COLUMNS.isdisjoint(cell.strip(b' "\r') for cell in line.split(b","))
 
 
 def _begins_document(head: bytes) -> bool:
@@ -231,14 +244,16 @@ def _entries(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
 
 
 def _values(stream: io.TextIOBase) -> Iterator[Any]:
-    """JSON values between brackets, commas and spaces. A value that is cut is tried again with twice as much text."""
+    """JSON values between brackets, commas and spaces. A value that is cut is tried again with twice as much text.
+    Raises ValueError where one is wrong, or if the brackets do not close: then values may be missing."""
     decoder = json.JSONDecoder()
-    text, start, size = "", 0, READ_BYTES
+    text, start, size, depth = "", 0, READ_BYTES, 0
     while True:
         more = stream.read(size)
         text, start = text[start:] + more, 0
         while True:
             while start < len(text) and text[start] in " \t\r\n,[]":
+                depth += _DEPTH.get(text[start], 0)
                 start += 1
             if start == len(text):
                 break
@@ -250,6 +265,8 @@ def _values(stream: io.TextIOBase) -> Iterator[Any]:
                 break
             size = READ_BYTES
             yield value
+        if not more and depth > 0:
+            raise json.JSONDecodeError("its list does not end", text, start)
         if not more:
             return
         size = max(READ_BYTES, len(text) - start)
@@ -261,7 +278,9 @@ def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
     number = 0
     with opened(file, read) as stream:
         try:
-            for row in csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True):
+            table = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), strict=True)
+            _check_commas(file, table.fieldnames or ())
+            for row in table:
                 number += 1
                 if any(row.pop(None, ())):
                     yield SkippedLine(number, "it has more cells than there are names; expected quotes around a comma")
@@ -270,6 +289,13 @@ def _table(file: Path, read: Read) -> Iterator[Line | SkippedLine]:
         except (UnicodeDecodeError, csv.Error) as error:
             wrong = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else f"CSV ({error})"
             yield SkippedLine(number + 1, f"it is not {wrong}; expected a row, and {_END}")
+
+
+def _check_commas(file: Path, names: Sequence[str]) -> None:
+    """Raises ValueError if other signs than commas separate the names of a table's columns."""
+    for sign, called in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and sign in names[0]:
+            raise ValueError(f"{file}: {called} separate the names of its columns; expected commas")
 
 
 def _cell(name: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a table.
 
     Raises:
-        ValueError: pyarrow is missing, or the file is damaged.
+        ValueError: pyarrow is missing, or the file is damaged or holds a time that Python has no name for.
     """
     try:
         import pyarrow.parquet as parquet
@@ -24,6 +24,8 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=_ROWS):
             yield from map(_plain, _in_microseconds(batch).to_pylist())
+    except OverflowError as error:
+        raise ValueError(f"{file}: it holds a time outside of the years 1 to 9999; expected none") from error
     except Exception as error:  # Arrow has errors of its own
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: it is no whole Parquet file ({reason}); copy or download it again") from error
