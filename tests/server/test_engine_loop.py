@@ -126,8 +126,8 @@ def test_who_looks_at_the_engine_ends_no_answer(reference: LLM, caplog: pytest.L
         raise TypeError("a tokenizer without a text for a token")
 
     async def work() -> None:
-        loop = EngineLoop(reference.engine, 8, look)
-        loop.start()
+        loop = EngineLoop(reference.engine, 8)
+        loop.start(look)
         try:
             loop.call(look)
             await asks(loop)

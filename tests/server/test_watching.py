@@ -184,7 +184,8 @@ def test_the_last_minutes_are_sent_at_once_and_each_sample_once(server: Server) 
 
 
 def test_the_samples_are_bounded(server: Server) -> None:
-    many = Live(server.llm, server.app.state.service.metrics)
+    service = server.app.state.service
+    many = Live(server.llm, service.metrics, service.loop)
     for _ in range(700):
         many.watch(server.llm.engine)
     assert len(many._samples) == 600

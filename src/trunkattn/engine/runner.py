@@ -87,42 +87,44 @@ class ModelRunner:
             the chunks' `prompt_positions`. The next call may overwrite them.
         """
         self.kv_cache.copy_pages(batch.copies)
+        step = self._prepare(batch, cache)
+        logits = self._forward(step)
+        self.last_reads = self._reads(step.expanded)  # the host counts while a GPU computes
+        return logits
+
+    def _prepare(self, batch: ScheduledBatch, cache: CacheManager) -> StepArrays:
+        """Plans the attention of a batch, and lists its tokens for the forward pass."""
         starts = np.array([chunk.start for chunk in batch.chunks])
         lengths = np.array([chunk.num_tokens for chunk in batch.chunks])
-        query_start_loc = np.concatenate(([0], lengths.cumsum()))
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1])[rows]
+        seq_lens, query_start_loc = starts + lengths, np.concatenate(([0], lengths.cumsum()))
         block_table = self._update_block_table(batch.chunks, cache)
-        slots = block_table[rows, positions // self._page_size].astype(np.int64) * self._page_size
-        slots += positions % self._page_size
-        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
         expanded = None
         if self._expansion is not None:
-            expanded = self._expansion.plan(block_table, starts + lengths, query_start_loc)
-        self._plan(block_table, starts + lengths, query_start_loc if expanded is None else expanded.other_start_loc)
-        has_chunks = any(plan.num_chunks for plan in self._plans.values())
-        wanted = np.concatenate([query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)])
-        step = StepArrays(
+            expanded = self._expansion.plan(block_table, seq_lens, query_start_loc)
+        self._plan(block_table, seq_lens, query_start_loc if expanded is None else expanded.other_start_loc)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1])[rows]
+        pages, places = block_table[rows, positions // self._page_size], positions % self._page_size
+        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.is_sampled]
+        return StepArrays(
             token_ids=_token_ids(batch.chunks),
             positions=positions,
-            slots=slots,
-            logits_rows=wanted,
-            has_chunks=has_chunks,
+            slots=pages.astype(np.int64) * self._page_size + places,
+            logits_rows=np.concatenate(
+                [query_start_loc[1:][sampled] - 1, *_prompt_rows(batch.chunks, query_start_loc)]
+            ),
+            has_chunks=self._has_chunks,
             expanded=expanded,
         )
-        logits = self._forward(step)
-        self.last_reads = self._reads(expanded)  # the host counts while a GPU computes
-        return logits
 
     def try_step(self) -> None:
         """Runs the model on two tokens that write no KV, and drops the result: what fails here fails in every step."""
         capacity = self._attention.capacity
         num_tokens = min(TRIAL_TOKENS, capacity.max_query_tokens if capacity else TRIAL_TOKENS)
         self._plan(np.zeros_like(self._block_table[:1]), np.array([num_tokens]), np.array([0, num_tokens]))
-        has_chunks = any(plan.num_chunks for plan in self._plans.values())
         positions = np.arange(num_tokens)
         nowhere = np.full(num_tokens, -1)
-        self._forward(StepArrays(np.zeros_like(positions), positions, nowhere, positions[-1:], has_chunks))
+        self._forward(StepArrays(np.zeros_like(positions), positions, nowhere, positions[-1:], self._has_chunks))
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Runs the forward pass on padding tokens, which captures its graphs.
@@ -182,6 +184,11 @@ class ModelRunner:
         for window in self._layers_of_window:
             into = None if self._attention.capacity is None else self._plans.get(window)
             self._plans[window] = self._attention.plan(table, lens, starts, sliding_window=window, into=into)
+
+    @property
+    def _has_chunks(self) -> bool:
+        """Whether a plan of the step has prompt chunks."""
+        return any(plan.num_chunks for plan in self._plans.values())
 
     def _reads(self, expanded: ExpandedChunks | None) -> StepReads:
         num_layers = self._layers_of_window.total()

@@ -70,12 +70,11 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         >>> uvicorn.run(app)  # doctest: +SKIP
     """
     metrics = Metrics(options.served_model_name)
-    live = Live(llm, metrics)
-    loop = EngineLoop(llm.engine, options.max_waiting, live.watch)
-    live.bind(loop)
+    loop = EngineLoop(llm.engine, options.max_waiting)
+    live = Live(llm, metrics, loop)
     metrics.watch(llm.engine, lambda: loop.num_waiting)
     service = Service(llm, loop, options, metrics)
-    app = FastAPI(title="TrunkAttention", lifespan=_lifespan(service), openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="TrunkAttention", lifespan=_lifespan(service, live), openapi_url=None, redirect_slashes=False)
     app.state.service, app.state.live, app.state.ending = service, live, asyncio.Event()
     add_handlers(app)
     _add_model_paths(app, service)
@@ -85,13 +84,13 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
     return app
 
 
-def _lifespan(service: Service) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+def _lifespan(service: Service, live: Live) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     """What FastAPI enters when the application starts: the engine's thread runs, and the log reports, until it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = service.loop
-        loop.start()
+        loop.start(live.watch)
         reporting = asyncio.ensure_future(report(loop.engine, lambda: loop.num_waiting))
         try:
             yield
@@ -149,7 +148,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         raw = await request.body()
-        with service.loop.place():
+        with service.loop.waiting_place():
             body = await service.read(raw, TokenizeRequest)
             service.check_model(body.model)
             if (body.prompt is None) == (body.messages is None):
@@ -166,7 +165,7 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         raw = await request.body()
-        with service.loop.place():
+        with service.loop.waiting_place():
             body = await service.read(raw, DetokenizeRequest)
             service.check_model(body.model)
             text = await service.tokenization.text(body.tokens)
@@ -214,7 +213,7 @@ async def _respond(
     service: Service, request: Request, raw: bytes, arrived: float, endpoint_type: type[Endpoint[Any]]
 ) -> Response:
     """The response to a body: whole, or as a stream, which begins with its first event."""
-    with service.loop.place():  # who waits for the tokenizer waits
+    with service.loop.waiting_place():  # who waits for the tokenizer waits
         body = await service.read(raw, endpoint_type.body_model)
         key: str | None = getattr(request.state, "api_key", None)
         caller = Caller(salt_of(key, body.cache_salt), _tenant(request, service.options), arrived, len(raw))

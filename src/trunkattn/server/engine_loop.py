@@ -96,7 +96,6 @@ class EngineLoop:
     Args:
         engine: nobody else may use it from `start` to `stop`.
         max_waiting: requests that may wait, from their last byte to their first token.
-        watch: called on the engine's thread with the engine, every half second.
 
     Example:
         >>> loop = EngineLoop(LLM("path/to/model").engine, max_waiting=8)  # doctest: +SKIP
@@ -105,11 +104,11 @@ class EngineLoop:
         ...     print(output.outputs[0].text)
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, watch: Callable[[Engine], None] | None = None) -> None:
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
         self.engine = engine
         self.max_waiting = max_waiting
         self.num_waiting = 0  # requests without a first token
-        self._watch = watch
+        self._watch: Callable[[Engine], None] | None = None
         self._last_watch_s = 0.0
         self._first_token_s = 1.0  # running mean of the seconds to a first token
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -122,8 +121,9 @@ class EngineLoop:
         """Whether the engine's thread takes requests."""
         return self._thread.is_alive() and not self._stopping
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, watch: Callable[[Engine], None] | None = None) -> None:
+        """Starts the thread. watch: called on it with the engine, every half second."""
+        self._watch = watch
         self._thread.start()
 
     def stop(self) -> None:
@@ -149,14 +149,14 @@ class EngineLoop:
         if not self.is_running:
             raise EngineFailed("the engine has stopped")
         inbox = _Inbox(asyncio.get_running_loop(), tenant=submission.tenant)
-        with contextlib.ExitStack() as place:
-            place.enter_context(self.place())
+        with contextlib.ExitStack() as waiting:
+            waiting.enter_context(self.waiting_place())
             self._commands.put(lambda: self._add(submission, inbox))
             try:
                 if not self.is_running:  # the thread may have taken its last command before this one
                     raise EngineFailed("the server is shutting down")
                 output = await inbox.get()
-                place.close()  # it waits no longer
+                waiting.close()
                 if (seconds := output.metrics.time_to_first_token) is not None:
                     self._first_token_s += _FIRST_TOKEN_WEIGHT * (seconds - self._first_token_s)
                 while True:
@@ -168,7 +168,7 @@ class EngineLoop:
                 self._commands.put(lambda: self._abort(inbox))
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    def waiting_place(self) -> Iterator[None]:
         """A place among the requests that wait: for a tokenizer, or for the first token. Raises ServerFull if there is
         none."""
         if self.num_waiting >= self.max_waiting:
@@ -203,20 +203,21 @@ class EngineLoop:
             self._fail_all(EngineFailed(message))
 
     def _take_commands(self) -> None:
-        """Runs the commands that wait, for a short time: running answers wait meanwhile. Without a request it waits for
-        one."""
-        timeout = None
-        if self.engine.has_unfinished:
-            timeout = 0.0
-        elif self._watch is not None:
-            timeout = _WATCH_INTERVAL_S
+        """Runs the commands that wait, for a short time: running answers wait meanwhile."""
         with contextlib.suppress(queue.Empty):
-            command, began = self._commands.get(timeout != 0.0, timeout), time.monotonic()
+            command, began = self._first_command(), time.monotonic()
             while command is not None:
                 command()
                 if time.monotonic() - began > _COMMAND_SECONDS:
                     return
                 command = self._commands.get_nowait()
+
+    def _first_command(self) -> Callable[[], None] | None:
+        """The next command. Raises queue.Empty if there is none. While the engine has no request it waits for a
+        command, until `watch` is due."""
+        if self.engine.has_unfinished:
+            return self._commands.get_nowait()
+        return self._commands.get(timeout=None if self._watch is None else _WATCH_INTERVAL_S)
 
     def _take_all_commands(self) -> None:
         """Runs all commands that came during the last step."""

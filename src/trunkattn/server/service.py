@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 _LOG: Final = logging.getLogger(__name__)
 _AT_ONCE: Final = 512  # places of an answer that are rendered in about a millisecond
-_PLACE_BYTES: Final = 64  # of JSON
+_PLACE_BYTES: Final = 64  # of a place in JSON, about
 
 
 class Grown(NamedTuple):
@@ -99,16 +99,13 @@ class Service:
         if params.truncate_prompt_tokens is None:
             self.tokenization.check_length(name, len(token_ids))
         num_logprobs = self.admission.count_logprobs(len(token_ids), params)
-        lanes, form_seconds = self.lanes, 0.0
-        if params.structured_outputs is not None:
-            with bad_request():
-                form_seconds = params.n * await self._trial.check(params.structured_outputs, caller.num_bytes)
-            lanes = self._compiling
+        form_seconds = await self._try_form(params, caller.num_bytes)
 
         def check(_: Pause) -> CheckedRequest:
             with bad_request():
                 return replace(self.loop.engine.check_request(token_ids, params, name), has_answer=has_answer)
 
+        lanes = self.lanes if params.structured_outputs is None else self._compiling
         checked = await lanes.run(len(token_ids), check)
         return Submission(
             checked=checked,
@@ -119,20 +116,29 @@ class Service:
             form_seconds=form_seconds,
         )
 
+    async def _try_form(self, params: SamplingParams, num_bytes: int) -> float:
+        """Seconds of a step that the form of a request's answers takes; 0 if they have none. Raises BadRequest for a
+        form that cannot be compiled within the limits. num_bytes: the size of the request."""
+        if params.structured_outputs is None:
+            return 0.0
+        with bad_request():
+            return params.n * await self._trial.check(params.structured_outputs, num_bytes)
+
     async def render(self, num_places: int, work: Callable[[Pause], Result]) -> Result:
-        """The result of some work on an answer, done at once if it is little. num_places: see the function."""
+        """The result of some work on an answer: at once if it is little, otherwise on a thread. num_places: about how
+        many tokens or characters the work goes through."""
         return work(no_pause) if num_places <= _AT_ONCE else await self.lanes.run(num_places * _PLACE_BYTES, work)
 
-    async def finished(self, submissions: Sequence[Submission], name: str) -> list[RequestOutput]:
-        """The finished answers, one output for each submission. name: the request's id."""
+    async def finished_outputs(self, submissions: Sequence[Submission], request_id: str) -> list[RequestOutput]:
+        """The finished answers, one output for each submission. request_id: for the log."""
         outputs: dict[int, RequestOutput] = {}
-        async for grown in self.grow(submissions, name):
+        async for grown in self.growing_outputs(submissions, request_id):
             outputs[grown.prompt] = grown.output
         return [outputs[prompt] for prompt in range(len(submissions))]
 
-    async def grow(self, submissions: Sequence[Submission], name: str) -> AsyncGenerator[Grown, None]:
+    async def growing_outputs(self, submissions: Sequence[Submission], request_id: str) -> AsyncGenerator[Grown, None]:
         """Every output of every submission. To close the generator ends what has not finished. Then the log gets a line
-        about the request. name: its id."""
+        about the request."""
         newest, is_whole = dict[int, RequestOutput](), False
         streams = [self._stream(submission) for submission in submissions]
         with self.admission.room(submissions):
@@ -144,7 +150,7 @@ class Service:
                         yield Grown(prompt, output)
                 is_whole = True
             finally:
-                _LOG.info(request_line(name, submissions, list(newest.values()), is_whole))
+                _LOG.info(request_line(request_id, submissions, list(newest.values()), is_whole))
 
     async def _stream(self, submission: Submission) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a submission, whose times are counted."""

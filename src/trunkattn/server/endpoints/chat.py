@@ -63,7 +63,7 @@ class Chat(Endpoint[ChatCompletionRequest]):
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
         with about_field(self._form):
-            outputs = await self._service.finished(submissions, self.id)
+            outputs = await self._service.finished_outputs(submissions, self.id)
         places = num_places(outputs[0], with_prompt=self._body.return_token_ids)
         return await self._service.render(places, lambda pause: self._response(outputs, pause))
 
@@ -86,7 +86,7 @@ class Chat(Endpoint[ChatCompletionRequest]):
         """The response as server-sent events."""
         progress, newest = dict[int, Progress](), list[RequestOutput]()
         with about_field(self._form):
-            async for grown in self._service.grow(submissions, self.id):
+            async for grown in self._service.growing_outputs(submissions, self.id):
                 newest = [grown.output]
                 work = partial(self._events, grown.output, progress)
                 places = num_places(grown.output, progress.values(), self._body.return_token_ids)

@@ -95,7 +95,7 @@ class Completion(Endpoint[CompletionRequest]):
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
         with about_field(field_of_form(self._body)):
-            outputs = await self._service.finished(submissions, self.id)
+            outputs = await self._service.finished_outputs(submissions, self.id)
 
         def response(pause: Pause) -> str:
             choices = [
@@ -115,7 +115,7 @@ class Completion(Endpoint[CompletionRequest]):
         newest = dict[int, RequestOutput]()
         progress: dict[int, dict[int, Progress]] = {prompt: {} for prompt in range(len(submissions))}
         with about_field(field_of_form(self._body)):
-            async for grown in self._service.grow(submissions, self.id):
+            async for grown in self._service.growing_outputs(submissions, self.id):
                 output = newest[grown.prompt] = grown.output
                 sent = progress[grown.prompt]
                 usage = usage_so_far(list(newest.values()), self._options)

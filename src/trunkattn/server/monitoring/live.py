@@ -73,11 +73,11 @@ class Live:
     Args:
         llm: the model; its tokenizer makes the text of each trunk.
         metrics: times and errors of requests.
+        loop: the thread on which `watch` is called.
     """
 
-    def __init__(self, llm: LLM, metrics: Metrics) -> None:
-        self._llm, self._metrics = llm, metrics
-        self._loop: EngineLoop | None = None
+    def __init__(self, llm: LLM, metrics: Metrics, loop: EngineLoop) -> None:
+        self._llm, self._metrics, self._loop = llm, metrics, loop
         self._readers: dict[asyncio.Queue[_Shot | None], _Reader] = {}
         self._began_s = time.monotonic()
         self._last = _Moment(self._began_s, EngineStats())
@@ -89,10 +89,6 @@ class Live:
         self._is_asked = False  # for a picture that has not been made yet
         self._token_bytes = llm.kv_cache.bytes_per_token
 
-    def bind(self, loop: EngineLoop) -> None:
-        """Names the loop that calls `watch`."""
-        self._loop = loop
-
     async def events(self, tenant: str | None = None) -> AsyncGenerator[str, None]:
         """Events until `close`. The first has all samples that are kept, each later one those that are new. A reader
         that is too slow misses pictures, but no sample.
@@ -103,7 +99,6 @@ class Live:
         Raises:
             ServerFull: the tenant has too many pages open.
         """
-        assert self._loop is not None
         if sum(reader.tenant == tenant for reader in self._readers.values()) >= LIMITS.live_pages:
             raise ServerFull(f"{LIMITS.live_pages} live pages are open", _RETRY_S)
         queue: asyncio.Queue[_Shot | None] = asyncio.Queue(1)
@@ -119,7 +114,6 @@ class Live:
 
     def _ask(self, queue: asyncio.Queue[_Shot | None], tenant: str | None) -> None:
         """Gets a new reader its first picture at once: the newest one, or one that is made for all readers who wait."""
-        assert self._loop is not None
         if tenant in self._newest and time.monotonic() - self._shown_s < _FRESH_SECONDS:
             queue.put_nowait(self._newest[tenant])
         elif not self._is_asked:
@@ -180,7 +174,7 @@ class Live:
             "time": time.time(),
             "uptime": time.monotonic() - self._began_s,
             "running": len(engine.scheduler.running),
-            "waiting": 0 if self._loop is None else self._loop.num_waiting,
+            "waiting": self._loop.num_waiting,
             "pages": cache.pool.num_pages,
             "pages_in_use": cache.num_pages_in_use,
             "pages_cached": cache.index.num_evictable,
@@ -196,7 +190,7 @@ class Live:
         """A tenant's answers that run, then those that wait for the engine; the first ones of many."""
         now, scheduler = time.monotonic(), engine.scheduler
         states = [(one, "running") for one in scheduler.running] + [(one, "waiting") for one in scheduler.waiting]
-        visible = ((one, state) for one, state in states if self._is_visible(one.owner_id, tenant))
+        visible = ((one, state) for one, state in states if self._loop.is_visible(one.owner_id, tenant))
         return [
             {
                 "id": request.request_id,
@@ -213,7 +207,7 @@ class Live:
     def _forest(self, engine: Engine, tenant: str | None) -> dict[str, Any]:
         """Nodes in depth-first order: parent (-1: none), requests below, tokens, bytes, and the text at both ends."""
         tables, page_size = engine.block_tables(), engine.scheduler.cache.page_size
-        rows = [row for row, one in enumerate(tables.request_ids) if self._is_visible(one, tenant)]
+        rows = [row for row, one in enumerate(tables.request_ids) if self._loop.is_visible(one, tenant)]
         block_table, seq_lens = tables.block_table[rows], tables.seq_lens[rows]
         if not rows or seq_lens.max(initial=0) == 0:
             return {"requests": 0, "nodes": []}
@@ -221,9 +215,6 @@ class Live:
         forest = Forest(*build_forest(block_table, seq_lens, np.ones(len(rows), np.int32), page_size, 1))
         nodes = [self._node(running, forest, node) for node in range(min(len(forest.parent), _MOST_NODES))]
         return {"requests": len(forest.order), "nodes": nodes}
-
-    def _is_visible(self, request_id: str, tenant: str | None) -> bool:
-        return self._loop is None or self._loop.is_visible(request_id, tenant)
 
     def _node(self, running: Sequence[Request], forest: Forest, node: int) -> dict[str, Any]:
         first, last = int(forest.row_start[node]), int(forest.row_end[node])
