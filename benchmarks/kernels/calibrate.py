@@ -151,7 +151,7 @@ def predict(rows: list[Measured], card: MeasuredCard, times: NDArray[np.float64]
 
 def predicted(row: Measured, priced: tiling.PricedTilings) -> NDArray[np.int64]:
     """Predicted time of every measured tiling of a batch."""
-    return tile_costs.tilings_ns(row.loads, priced.stages, priced.uses, priced.costs)[row.numbers]
+    return tile_costs.tilings_ns(row.loads, priced.stages, priced.launches, priced.costs)[row.numbers]
 
 
 def losses(rows: Sequence[Any], predicted: list[NDArray[np.int64]]) -> tuple[float, float]:

@@ -121,7 +121,7 @@ class Family:
         found = []
         for batch in self.batches:
             rule = priced[batch.shape]
-            found.append(tilings_ns(batch.loads, rule.stages, rule.uses, rule.costs)[batch.numbers])
+            found.append(tilings_ns(batch.loads, rule.stages, rule.launches, rule.costs)[batch.numbers])
         return found
 
     def losses(self, tiles: tuple[GpuTile, ...]) -> tuple[float, float]:

@@ -34,7 +34,7 @@ GUARD, UNTOUCHED = 32, -77  # elements around every array, and what they hold
 def some_candidates(rule: TilingRule, candidate: int | None = None) -> Candidates:
     """The candidates of a rule, or one of them."""
     found = candidates_of(rule)
-    return found if candidate is None else replace(found, passes=found.passes[candidate : candidate + 1])
+    return found if candidate is None else replace(found, launches=found.launches[candidate : candidate + 1])
 
 
 def capacity_for(batch: StepTables, num_pages: int = 1 << 20, spare: int = 3) -> Capacity:

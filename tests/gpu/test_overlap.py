@@ -270,7 +270,7 @@ def test_all_overlap_long_chunks_and_some_overlap_short_ones(hopper: None) -> No
     # memory reads the chunks' keys in the meantime
     assert items_to_overlap(overlap, listed([64] * 10), ChunkTimes(10**3, 700)) == (10, 5000 + 80 * 1000 + 625 + 700)
     # 8 rounds of two items end with the chunks, and a launch of its own computes the others at once
-    tile = replace(overlap.rule.tiles[0], num_programs=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
+    tile = replace(overlap.rule.tiles[0], ctas_at_once=8 * 64, block_ns=(100, 100), chain_ns=(100, 100))
     card_times = overlap.rule.card_times._replace(bytes_per_us=10**9, l2_bytes_per_us=10**12)  # keys come at once
     fast = replace(overlap, rule=replace(overlap.rule, tiles=(tile,), card_times=card_times))
     assert items_to_overlap(fast, listed([64] * 40), ChunkTimes(220_000, 0)) == (

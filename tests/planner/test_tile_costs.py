@@ -92,7 +92,7 @@ def test_items_that_meet_on_a_multiprocessor_wait_for_each_other() -> None:
     """On an H200 144 items of 32 rows on 264 slots, 24 of them two by two, took 872 µs; the chain of one alone takes
     438, memory alone 641."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(10, 10)),))
-    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=8, ctas_per_sm=2),))  # four multiprocessors
+    rule = replace(rule, tiles=(replace(rule.tiles[0], ctas_at_once=8, ctas_per_sm=2),))  # four multiprocessors
     launch, full = rule.launch_ns, 8 * 200
     assert stage_ns(rule, [[8, 0]] * 4, 0) == launch + full * 4 // 8, "one each"
     assert stage_ns(rule, [[8, 0]] * 5, 0) == launch + full * CARD_TIMES.arithmetic_percent // 100, "two on one of them"
@@ -123,7 +123,7 @@ def test_of_several_rounds_memory_does_not_hide_all_arithmetic() -> None:
 
 def test_memory_is_slower_where_slots_are_idle() -> None:
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=4),))
+    rule = replace(rule, tiles=(replace(rule.tiles[0], ctas_at_once=4),))
     tokens = 3_000_000
     one, four = (stage_ns(rule, [[8, 0]] * items, tokens) - rule.launch_ns for items in (1, 4))
     assert one == four * (100 + CARD_TIMES.idle_percent * 3 // 4) // 100
@@ -153,7 +153,7 @@ def test_a_round_that_is_not_full_waits_for_memory() -> None:
 def test_the_items_of_a_cut_are_counted_as_they_are_emitted() -> None:
     """Ten tiles of 304 blocks for 66 items: 6.6 each are 7 each, 4 more than there are slots, and a second round."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, chain_ns=(1, 1)),))
-    rule = replace(rule, tiles=(replace(rule.tiles[0], num_programs=66),))
+    rule = replace(rule, tiles=(replace(rule.tiles[0], ctas_at_once=66),))
     full, states = rule.tiles[0].block_ns[0], 70 * rule.tiles[0].entries(rule.group_size)
     merged = 2 * rule.launch_ns + states * rule.partial_bytes * 1000 // rule.bytes_per_us
     seen = 304 // 7 // CARD_TIMES.unhidden_part

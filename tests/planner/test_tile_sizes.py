@@ -93,4 +93,4 @@ def test_a_list_that_is_longer_than_a_limit_does_not_fit_it(case: tuple[TilingRu
         for each in np.flatnonzero(sizes):
             limits = np.full(3, 1 << 40)
             limits[each] = sizes[each] - 1
-            assert not tile_costs.tilings_fit(loads, priced.stages, priced.uses, limits)[number]
+            assert not tile_costs.tilings_fit(loads, priced.stages, priced.launches, limits)[number]

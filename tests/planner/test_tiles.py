@@ -121,7 +121,7 @@ def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     tallest = max(tile.rows for tile in rule.tiles)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)
     split = UNCUT._replace(
-        num_workers=min(tile.num_programs for tile in rule.tiles),
+        num_workers=min(tile.ctas_at_once for tile in rule.tiles),
         num_kv_heads=rule.num_kv_heads,
         grid=64,
         above_mean=above_mean,

@@ -178,7 +178,7 @@ class GpuBackend:
             kernels=self._kernels,
             gpu_plan=gpu_plan,
             num_query_tokens=tiles.num_query_tokens,
-            num_decodes=len(tiles.tables[0]),
+            num_decodes=len(tiles.tables.block_table),
         )
 
     def overlaps(self, chunks: PromptChunks) -> bool:

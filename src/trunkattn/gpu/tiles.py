@@ -136,7 +136,7 @@ def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig
     return TileConfig(
         rows=tile.block_m,
         block_tokens=tile.block_n,
-        num_programs=num_sms * tile.ctas_per_sm,
+        ctas_at_once=num_sms * tile.ctas_per_sm,
         block_ns=(tile.block_ns[0] * scale // 512, tile.block_ns[1] * scale // 512),
         chain_ns=(tile.chain_ns[0] * scale // 512, tile.chain_ns[1] * scale // 512),
         subtiles=tile.subtiles,

@@ -62,7 +62,7 @@ class CardTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile as the planner sees it. num_programs, ctas_per_sm: CTAs that run at once on the device, and on an SM.
+    """A tile as the planner sees it. ctas_at_once, ctas_per_sm: CTAs that run at once, on the device and on an SM.
 
     block_ns: time of a block of full and of masked segments while all CTAs run. chain_ns: time of the same blocks, one
     after another, in a single CTA. blocks_at_once: blocks that are computed together; items are cut only between such
@@ -71,7 +71,7 @@ class TileConfig:
 
     rows: int
     block_tokens: int
-    num_programs: int
+    ctas_at_once: int
     block_ns: tuple[int, int]
     chain_ns: tuple[int, int]
     subtiles: int = 1  # parts that read private segments at the same time; see `tile_list.nest`

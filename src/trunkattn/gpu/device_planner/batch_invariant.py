@@ -361,8 +361,8 @@ class InvariantPlanner(DevicePlanner):
             SIZES=sizes,
             **self._pdl(),
         )
-        num_programs = min(limits.items, self._card.num_sms * _CTAS_PER_SM)
-        launch(span_segments_kernel, (num_programs,))(
+        num_ctas = min(limits.items, self._card.num_sms * _CTAS_PER_SM)
+        launch(span_segments_kernel, (num_ctas,))(
             *(tables, tables.block_table.stride(0), window, entries, spans, lists, plan.summary, limits),
             SIZES=sizes,
             num_warps=1,

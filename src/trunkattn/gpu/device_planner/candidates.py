@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from trunkattn.config import Capacity
 from trunkattn.gpu.device_planner.common import BIG, Sizes
-from trunkattn.gpu.device_planner.cost import Pass
+from trunkattn.gpu.device_planner.cost import CandidateLaunch
 from trunkattn.gpu.device_planner.layout import TOTAL_FIELDS
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.tiles.cost import Costs
@@ -28,7 +28,7 @@ class Candidates:
 
     Attributes:
         stages: [stages, fields of Stage] int64.
-        passes: [candidates, 2, fields of Pass] int64; a candidate's tall tiles come first.
+        launches: [candidates, 2, fields of CandidateLaunch] int64; a candidate's tall tiles come first.
         lowest: [candidates] int32, 1 for candidates with only the lowest tile, whose items can overlap prompt chunks.
         costs: the costs of the rule.
         page_size: tokens.
@@ -37,7 +37,7 @@ class Candidates:
     """
 
     stages: NDArray[np.int64]
-    passes: NDArray[np.int64]
+    launches: NDArray[np.int64]
     lowest: NDArray[np.int32]
     costs: Costs
     page_size: int
@@ -53,11 +53,11 @@ class Candidates:
 def candidates_of(rule: TilingRule) -> Candidates:
     """Returns the candidates of a rule."""
     priced = rule.priced
-    passes = np.array([[_pass_of(rule, *use) for use in uses.tolist()] for uses in priced.uses], np.int64)
+    launches = np.array([[_launch_of(rule, *one) for one in both] for both in priced.launches.tolist()], np.int64)
     lowest = np.array([tiling.tall is None and tiling.low == 0 for tiling in priced.tilings], np.int32)
     return Candidates(
         stages=priced.stages,
-        passes=passes,
+        launches=launches,
         lowest=lowest,
         costs=priced.costs,
         page_size=rule.page_size,
@@ -66,12 +66,12 @@ def candidates_of(rule: TilingRule) -> Candidates:
     )
 
 
-def _pass_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> Pass:
+def _launch_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> CandidateLaunch:
     """Returns a launch of a candidate. If its stage is -1 there is no launch, and the numbers of another stage fill the
     row."""
     shape = Stage(*rule.priced.stages[max(stage, 0)].tolist())
     tile = rule.tiles[max(tile_index, 0)]
-    return Pass(
+    return CandidateLaunch(
         stage=stage,
         tile_index=tile_index,
         num_splits=num_splits,
@@ -98,8 +98,8 @@ def sizes_of(candidates: Candidates, capacity: Capacity) -> Sizes:
         totals=len(stages) * TOTAL_FIELDS.value,
         stages=len(stages),
         stage_lanes=power_of_two(len(stages)),
-        candidates=len(candidates.passes),
-        candidate_lanes=power_of_two(len(candidates.passes)),
+        candidates=len(candidates.launches),
+        candidate_lanes=power_of_two(len(candidates.launches)),
         heights=candidates.num_heights,
         bucket_lanes=power_of_two(2 * candidates.num_heights + 1),
         fuse_up_to=candidates.fuse_up_to,

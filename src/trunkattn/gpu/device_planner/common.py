@@ -38,7 +38,7 @@ NUMBERS = ("num_rows", "num_columns", "row_stride", "window")
 
 
 class Tables(NamedTuple):
-    """The caller's tensors."""
+    """The caller's tensors, all int32."""
 
     block_table: Any
     seq_lens: Any

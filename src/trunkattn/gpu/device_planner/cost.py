@@ -1,6 +1,6 @@
 """Planning on the device, third step: the time of every candidate tiling, and its items by tile.
 
-One CTA for each pass of each candidate finds its time from sums and maxima over its tiles, and the number of items
+One CTA for each launch of each candidate finds its time from sums and maxima over its tiles, and the number of items
 of each tile (`planner.tiles.cost.tilings_ns`, `tilings_fit`). The later launches take the candidate with the least
 time, and the first one among equals.
 """
@@ -18,8 +18,8 @@ from trunkattn.planner.tiles.cost import StageLoad, TileTimes
 NEVER = tl.constexpr(1 << 61)  # time in ns of a candidate that does not fit
 
 
-class Pass(NamedTuple):
-    """One of the two launches of a candidate: a stage, and how it is cut. The table of passes has these columns."""
+class CandidateLaunch(NamedTuple):
+    """One of the two launches of a candidate: a stage, and how it is cut. The table of launches has these columns."""
 
     stage: Any  # -1: the candidate has no such launch
     tile_index: Any  # index of its tile in the rule; -1: the candidate has no such launch
@@ -31,22 +31,22 @@ class Pass(NamedTuple):
     subtile_entries: Any
 
 
-PASS_COLUMNS = tl.constexpr(len(Pass._fields))
+LAUNCH_COLUMNS = tl.constexpr(len(CandidateLaunch._fields))
 _TILE_COLUMNS = tl.constexpr(len(TileTimes._fields))
 
 
 class ChoiceArrays(NamedTuple):
-    """The candidates, and the results for each of their passes.
+    """The candidates, and the results for each of their launches.
 
-    passes: [candidates, 2, fields of Pass].
+    launches: [candidates, 2, fields of CandidateLaunch].
     allowed: [candidates] whether a candidate may be chosen.
-    times: [candidates, 2] int64, predicted ns; NEVER where a pass might have more items, segments or partial states
+    times: [candidates, 2] int64, predicted ns; NEVER where a launch might have more items, segments or partial states
         than its share of the limits.
     num_items, target: [candidates, 2] number of items, and segments that an item should have (`target_of`).
     item_starts: [candidates, 2, tokens] items before each tile.
     """
 
-    passes: Any
+    launches: Any
     allowed: Any
     times: Any
     num_items: Any
@@ -55,9 +55,9 @@ class ChoiceArrays(NamedTuple):
 
 
 @triton.jit
-def load_pass(passes, number):
-    """Loads a row of the table of passes. Candidate c has the rows 2 * c and 2 * c + 1."""
-    return Pass(*load_row(passes + number * PASS_COLUMNS, PASS_COLUMNS))
+def load_launch(launches, number):
+    """Loads a row of the table of launches. Candidate c has the rows 2 * c and 2 * c + 1."""
+    return CandidateLaunch(*load_row(launches + number * LAUNCH_COLUMNS, LAUNCH_COLUMNS))
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def num_splits_of(segments, step):
 
 
 class _Sums(NamedTuple):
-    """Three sums and two maxima over the items of a pass."""
+    """Three sums and two maxima over the items of a launch."""
 
     work_ns: Any
     partials: Any  # partials that cut tiles leave, which cost time
@@ -107,29 +107,29 @@ def _load_tiles(arrays, tile, end):
 
 
 @triton.jit
-def _cut(arrays, num_tiles, num_entries, target, a_pass, times, has_one_pass, item_starts, SIZES: tl.constexpr):
-    """Returns the number of items of a pass whose items should have `target` segments, and the sums over them. It
-    stores at `item_starts` how many items come before each tile. `has_one_pass` says that the candidate has no other
-    pass."""
+def _cut(arrays, num_tiles, num_entries, target, launch, times, is_only_launch, item_starts, SIZES: tl.constexpr):
+    """Returns the number of items of a launch whose items should have `target` segments, and the sums over them. It
+    stores at `item_starts` how many items come before each tile. `is_only_launch` says that the candidate has no other
+    launch."""
     BLOCK: tl.constexpr = SIZES.candidate_block
     num_items = tl.zeros([], tl.int32)
     work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     max_item, max_chain = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     tile = tl.arange(0, BLOCK)
-    loaded = _load_tiles(arrays, tile, tl.cdiv(SIZES.tokens, a_pass.height))  # before num_tiles is there
+    loaded = _load_tiles(arrays, tile, tl.cdiv(SIZES.tokens, launch.height))  # before num_tiles is there
     for _begin in range(0, num_tiles, BLOCK):
         used = tile < num_tiles
         full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
         segments = tl.where(used, loaded.segments, 0)
-        splits = num_splits_of(segments, step_of(segments, target, a_pass.block_segments))
+        splits = num_splits_of(segments, step_of(segments, target, launch.block_segments))
         ends = num_items + tl.cumsum(splits, 0)
         tl.store(item_starts + tile, ends - splits, mask=used)
         num_items = tl.max(ends, 0)
-        rows = tl.minimum(a_pass.height, tl.maximum(num_entries - tile * a_pass.height, 0))
-        slots += tl.where((splits > 1) | (has_one_pass == 0), splits * rows, 0)
+        rows = tl.minimum(launch.height, tl.maximum(num_entries - tile * launch.height, 0))
+        slots += tl.where((splits > 1) | (is_only_launch == 0), splits * rows, 0)
         partials += tl.where(splits > 1, splits * rows, 0)
-        cost = item_ns(full, masked, splits, a_pass.subtiles, times.full_ns, times.masked_ns)
-        chain = item_ns(full, masked, splits, a_pass.subtiles, times.full_chain_ns, times.masked_chain_ns)
+        cost = item_ns(full, masked, splits, launch.subtiles, times.full_ns, times.masked_ns)
+        chain = item_ns(full, masked, splits, launch.subtiles, times.full_chain_ns, times.masked_chain_ns)
         work += cost * splits
         max_item, max_chain = tl.maximum(max_item, cost), tl.maximum(max_chain, chain)
         tile += BLOCK
@@ -140,20 +140,19 @@ def _cut(arrays, num_tiles, num_entries, target, a_pass, times, has_one_pass, it
 
 @triton.jit
 def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Fills `choice`, with one CTA for each pass of each candidate. `costs` are those of the host, but their table of
+    """Fills `choice`, with one CTA for each launch of each candidate. `costs` are those of the host, but their table of
     tiles is on the device and int32."""
     number = tl.program_id(0) * 2 + tl.program_id(1)
-    a_pass = load_pass(choice.passes, number)
-    times = tile_times(costs.tiles, a_pass.tile_index)
-    has_one_pass = (
-        tl.load(choice.passes + (tl.program_id(0) * 2 + 1) * PASS_COLUMNS) < 0
-    )  # the second pass has no stage
+    launch = load_launch(choice.launches, number)
+    times = tile_times(costs.tiles, launch.tile_index)
+    second = choice.launches + (tl.program_id(0) * 2 + 1) * LAUNCH_COLUMNS
+    is_only_launch = tl.load(second) < 0  # the second launch has no stage
     is_allowed = tl.load(choice.allowed + tl.program_id(0)) != 0
     trigger_and_wait(PDL)  # the tables were there before
     num_entries = tl.load(counts_of(status).num_entries)
-    is_used = a_pass.stage >= 0
-    stage = tl.maximum(a_pass.stage, 0)
-    num_tiles = tl.where(is_used, tl.cdiv(num_entries, a_pass.height), 0)
+    is_used = launch.stage >= 0
+    stage = tl.maximum(launch.stage, 0)
+    num_tiles = tl.where(is_used, tl.cdiv(num_entries, launch.height), 0)
     at = totals_of(layout.totals, stage)
     total = Totals(
         segments=tl.load(at.segments, mask=is_used, other=0),
@@ -161,21 +160,21 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    target = target_of(total.segments, num_tiles, a_pass.num_splits, a_pass.block_segments).to(tl.int32)
+    target = target_of(total.segments, num_tiles, launch.num_splits, launch.block_segments).to(tl.int32)
     num_items, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,
         num_entries,
         target,
-        a_pass,
+        launch,
         times,
-        has_one_pass,
+        is_only_launch,
         choice.item_starts + number * SIZES.tokens,
         SIZES,
     )
     tl.store(choice.target + number, target)
     tl.store(choice.num_items + number, num_items)
-    is_last = has_one_pass | (tl.program_id(1) == 1)
+    is_last = is_only_launch | (tl.program_id(1) == 1)
     load = StageLoad(
         num_items=num_items,
         work_ns=sums.work_ns,
@@ -185,10 +184,10 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         tokens=total.segments * costs.segment_size,
         memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),
     )
-    time = tl.where(total.segments > 0, load_ns(load, times, costs, a_pass.subtiles == 1, is_last), 0)
-    part = tl.where(has_one_pass, 1, 2)  # of the limits
+    time = tl.where(total.segments > 0, load_ns(load, times, costs, launch.subtiles == 1, is_last), 0)
+    part = tl.where(is_only_launch, 1, 2)  # of the limits
     fits = (num_items <= limits.items // part) & (sums.slots <= limits.slots // part)
-    fits = fits & (listed_segments(total.segments, num_items, a_pass) <= limits.segments // part)
+    fits = fits & (listed_segments(total.segments, num_items, launch) <= limits.segments // part)
     tl.store(choice.times + number, tl.where(fits & is_allowed, time, NEVER))
 
 

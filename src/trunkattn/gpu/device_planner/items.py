@@ -1,7 +1,7 @@
 """Planning on the device, fourth step: the items, and which of them merge (`planner.tiles.layout`: `emit_stage`,
 `nest`, `finish`).
 
-Items are numbered as the host emits them: by pass, tile and split. Of each it is enough to know which segments of its
+Items are numbered as the host emits them: by launch, tile and split. Of each it is enough to know which segments of its
 tile it takes; which queries those concern, and how many of them lead without a mask, follows from the tile's nodes.
 """
 
@@ -20,7 +20,7 @@ from trunkattn.gpu.device_planner.common import (
     load_fields,
     trigger_and_wait,
 )
-from trunkattn.gpu.device_planner.cost import chosen, load_pass, num_splits_of
+from trunkattn.gpu.device_planner.cost import chosen, load_launch, num_splits_of
 from trunkattn.gpu.device_planner.formulas import step_of
 from trunkattn.gpu.device_planner.layout import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
@@ -30,7 +30,7 @@ from trunkattn.gpu.device_planner.stats import summarize
 class Item(NamedTuple):
     """The fields of an item, or pointers to these fields."""
 
-    pass_number: Any  # row of the table of passes: even for the first pass of a candidate
+    launch_number: Any  # row of the table of launches: even for the first launch of a candidate
     entry: Any  # first entry of its tile
     tile_item: Any  # first item of its tile
     begin: Any  # segments of the tile [begin, end)
@@ -51,8 +51,8 @@ ITEM_FIELDS = tl.constexpr(len(Item._fields))
 class PartialArrays(NamedTuple):
     """Arrays that hold the number of partials of each query token."""
 
-    tall: Any  # items of the candidate's first pass that hold the query
-    low: Any  # items of its second pass that hold it
+    tall: Any  # items of the candidate's first launch that hold the query
+    low: Any  # items of its second launch that hold it
     fused: Any  # whether an item merges them
 
 
@@ -76,7 +76,7 @@ class TiledBatch(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A pass of the chosen candidate. From `stage` on the fields are those of `Pass`."""
+    """A launch of the chosen candidate. From `stage` on the fields are those of `CandidateLaunch`."""
 
     num_items: Any
     target: Any  # segments that an item should have
@@ -145,7 +145,7 @@ def count_partials(partials, token, used):
 @triton.jit
 def _load_cut(choice, number):
     own = (tl.load(choice.num_items + number), tl.load(choice.target + number))
-    return Cut(*own, *load_pass(choice.passes, number))
+    return Cut(*own, *load_launch(choice.launches, number))
 
 
 @triton.jit
@@ -193,8 +193,8 @@ def _split_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
 
 @triton.jit
 def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, SPLITS: tl.constexpr):
-    """Returns how many items of the candidate's first pass hold each entry of [first, end). It looks at a few splits of
-    a tile at a time."""
+    """Returns how many items of the candidate's first launch hold each entry of [first, end). It looks at a few splits
+    of a tile at a time."""
     k = tl.arange(0, SIZES.nodes)
     ENTRIES: tl.constexpr = SIZES.nodes // 2
     found = tl.zeros([ENTRIES], tl.int32)
@@ -245,8 +245,8 @@ def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _range_of(item, tile, starts, skipped, cut, layout, SIZES: tl.constexpr):
-    """Returns the `ItemRange` of an item. `starts` points to the first items of the pass's tiles, which are counted
-    without the `skipped` items of the pass before."""
+    """Returns the `ItemRange` of an item. `starts` points to the first items of the launch's tiles, which are counted
+    without the `skipped` items of the launch before."""
     tile_item = tl.load(starts + tile) + skipped
     segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
     step = step_of(segments, cut.target, cut.block_segments)
@@ -256,7 +256,7 @@ def _range_of(item, tile, starts, skipped, cut, layout, SIZES: tl.constexpr):
 
 @triton.jit
 def _store_num_items(tall, low, counts, status, limits):
-    """Returns the number of items of both passes, at most the limit. The first CTA stores it, and flags what exceeds
+    """Returns the number of items of both launches, at most the limit. The first CTA stores it, and flags what exceeds
     the limit."""
     num_items = tl.minimum(tall.num_items + low.num_items, limits.items)
     if tl.program_id(0) == 0:
@@ -288,7 +288,7 @@ def items_kernel(
     num_items = _store_num_items(tall, low, counts, status, limits)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         bounds = Bounds(num_rows, num_columns, limits.max_query_len)
-        summarize(candidate, tables, bounds, window, choice.passes, layout.totals, work.summary, SIZES)
+        summarize(candidate, tables, bounds, window, choice.launches, layout.totals, work.summary, SIZES)
     of_token = partial_arrays(work.partials, SIZES.tokens)
     ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -312,7 +312,7 @@ def items_kernel(
         _store_item(
             item_arrays(work.items + item, limits.items),
             Item(
-                pass_number=candidate * 2 + nth,
+                launch_number=candidate * 2 + nth,
                 entry=entry,
                 tile_item=taken.tile_item,
                 begin=taken.begin,

@@ -84,7 +84,7 @@ class DevicePlanner:
         self._tallest = max((Stage(*each) for each in candidates.stages.tolist()), key=lambda stage: stage.height)
         self._num_tiles = int((-(-capacity.max_query_tokens // candidates.stages[:, 0])).sum())
         self._stages = torch.from_numpy(candidates.stages.astype("int32")).to(device)
-        self._passes = torch.from_numpy(candidates.passes.astype("int32")).to(device)
+        self._launches = torch.from_numpy(candidates.launches.astype("int32")).to(device)
         self._lowest = torch.from_numpy(candidates.lowest).to(device)
         self._every = torch.ones_like(self._lowest)
         tiles = torch.from_numpy(candidates.costs.tiles.astype("int32")).to(device)
@@ -188,7 +188,7 @@ class DevicePlanner:
             EntryArrays(*(b[f"entry_{name}"] for name in EntryArrays._fields)),
             layout.Layout(b["nodes"], b["tiles"], b["totals"]),
             cost.ChoiceArrays(
-                passes=self._passes,
+                launches=self._launches,
                 allowed=self._every,
                 times=b["times"],
                 num_items=b["num_items"],

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from trunkattn.gpu.device_planner.cost import PASS_COLUMNS
+from trunkattn.gpu.device_planner.cost import LAUNCH_COLUMNS
 from trunkattn.gpu.device_planner.layout import totals_of
 from trunkattn.gpu.device_planner.prefix_forest import load_request
 
@@ -21,12 +21,12 @@ def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
 
 
 @triton.jit
-def summarize(candidate, tables, bounds, window, passes, totals, summary, SIZES: tl.constexpr):
+def summarize(candidate, tables, bounds, window, launches, totals, summary, SIZES: tl.constexpr):
     """Stores summary [3] int64 of a plan: the number of the chosen candidate, the KV tokens that its tiles read, and
     the KV tokens that are read if every request reads its own."""
     read = tl.zeros([], tl.int64)
     for nth in tl.static_range(2):
-        stage = tl.load(passes + (candidate * 2 + nth) * PASS_COLUMNS)
+        stage = tl.load(launches + (candidate * 2 + nth) * LAUNCH_COLUMNS)
         if stage >= 0:
             total = totals_of(totals, stage)
             read += tl.load(total.once) + tl.load(total.again)

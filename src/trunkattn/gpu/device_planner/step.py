@@ -14,6 +14,7 @@ from trunkattn.gpu.cards import Card
 from trunkattn.gpu.compiling import is_compiling
 from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.candidates import candidates_of
+from trunkattn.gpu.device_planner.common import Tables
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
 from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, place_chunks
 from trunkattn.gpu.graphs import GraphCache
@@ -22,8 +23,6 @@ from trunkattn.numerics import MAX_INT32
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import TilingRule
 from trunkattn.planner.work_list import ITEM_COLUMNS, QUERY_END, SEGMENT_COLUMNS, SEGMENT_END, TileLimits, TileList
-
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # block_table, seq_lens, query_start_loc
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,12 @@ class OnDevice:
             known = table.shape[0]
         else:
             known = chunks.end_token if chunks else 0
-        kept = (table, lens, starts)
+        kept = Tables(table, lens, starts)
         if chunks:
             rows = len(table) - chunks.num_requests
-            kept = (table[:rows], lens[:rows], starts[: rows + 1])
+            kept = Tables(table[:rows], lens[:rows], starts[: rows + 1])
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if len(kept[0]):
+            if len(kept.block_table):
                 self._fill(plan, kept, window, chunks is not None and chunks.overlaps)
             else:
                 self._planner.check(*kept)

@@ -30,7 +30,7 @@ from trunkattn.gpu.device_planner.common import (
     flag,
     trigger_and_wait,
 )
-from trunkattn.gpu.device_planner.cost import load_pass
+from trunkattn.gpu.device_planner.cost import load_launch
 from trunkattn.gpu.device_planner.items import count_partials, item_arrays, load_item, partial_arrays, touches
 from trunkattn.gpu.device_planner.layout import load_nodes, node_arrays
 
@@ -162,7 +162,7 @@ def _list_queries(item, number, at, count, num_tokens, entries, items, partials,
     first = _slots_before(token, num_tokens, partials, 128)
     merges = item.bucket >= SIZES.heights
     earlier = tl.zeros([ENTRIES], tl.int32)
-    if item.pass_number % 2 == 1:
+    if item.launch_number % 2 == 1:
         earlier = tl.load(partials.tall + token, mask=used, other=0)
     for begin in range(item.tile_item, number, 32):  # splits of the same tile
         split = begin + tl.arange(0, 32)
@@ -227,7 +227,7 @@ def _list_segments(to, wanted, subtile, deal, worker, nodes, rows, pages, SIZES:
 
 
 @triton.jit
-def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.constexpr):
+def _list_item_segments(item, to, worker, nodes, launches, pages, SIZES: tl.constexpr):
     """Lists a worker's share of an item's segments. The leading ones are in the order of the tile. If the tile has
     subtiles, the others are dealt out to them."""
     whole = tl.where(item.subtiles == 1, item.size, item.full)
@@ -235,7 +235,7 @@ def _list_item_segments(item, to, worker, nodes, passes, pages, SIZES: tl.conste
     wanted = SegmentRange(item.begin, item.begin + whole, item.low)
     _list_segments(to, wanted, every, Deal(1, 1, whole), worker, nodes, item.rows, pages, SIZES, False)
     if item.size > whole:
-        one = load_pass(passes, item.pass_number)
+        one = load_launch(launches, item.launch_number)
         wanted = SegmentRange(item.begin + item.full, item.end, item.low)
         deal = Deal(item.subtiles, one.private_segments, (item.size - item.full) // item.subtiles)
         sharers = tl.maximum(worker.count // item.subtiles, 1)  # workers of a subtile
@@ -307,14 +307,14 @@ def _assign_role(num_items):
     """Returns the role of this CTA, its number as a worker, and the number of workers of its role. The last two CTAs
     list merges and count. Of the others, one for each item, but at most half of them, list queries, and the rest list
     segments."""
-    program, others = tl.program_id(0), tl.num_programs(0) - 2
+    cta, others = tl.program_id(0), tl.num_programs(0) - 2
     query_workers = tl.minimum(num_items, others // 2)
     segment_workers = others - query_workers
-    role = tl.where(program < segment_workers, _LIST_SEGMENTS, _LIST_QUERIES)
-    role = tl.where(program == others, _LIST_MERGES, role)
-    role = tl.where(program == others + 1, _COUNT_BUCKETS, role)
+    role = tl.where(cta < segment_workers, _LIST_SEGMENTS, _LIST_QUERIES)
+    role = tl.where(cta == others, _LIST_MERGES, role)
+    role = tl.where(cta == others + 1, _COUNT_BUCKETS, role)
     lists_segments = role == _LIST_SEGMENTS
-    worker = tl.where(lists_segments, program, program - segment_workers)
+    worker = tl.where(lists_segments, cta, cta - segment_workers)
     return role, worker, tl.where(lists_segments, segment_workers, tl.maximum(query_workers, 1))
 
 
@@ -363,4 +363,4 @@ def lists_kernel(tables, row_stride, tiled, work, plan, limits, SIZES: tl.conste
             its_nodes = node_arrays(layout.nodes + item.nodes, SIZES.tokens)
             helper = Worker(task % sharers, sharers)
             to = plan.segments + SEGMENT_COLUMNS * place.segment
-            _list_item_segments(item, to, helper, its_nodes, choice.passes, pages, SIZES)
+            _list_item_segments(item, to, helper, its_nodes, choice.launches, pages, SIZES)

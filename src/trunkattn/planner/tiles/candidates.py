@@ -123,7 +123,7 @@ def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, limits: tuple[int,
         least=least,
         below=below,
         block_segments=shape.blocks_at_once * shape.block_tokens // rule.segment_size,
-        num_splits=max(1, shape.num_programs // rule.num_kv_heads) * tiling.waves,
+        num_splits=max(1, shape.ctas_at_once // rule.num_kv_heads) * tiling.waves,
         subtiles=shape.subtiles,
         private_segments=shape.private_tokens // rule.segment_size,
     )
@@ -155,19 +155,19 @@ class ListRule(NamedTuple):
     fuse_up_to: int
 
 
-def launches_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+def stage_rows_of(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
     """[launches, 1 + fields of Stage] index of the tile and stage of each launch of a tiling, tall tiles first."""
-    known = rule.priced.launches.get(tiling)
-    return _launch_rows(rule, tiling) if known is None else known
+    known = rule.priced.stage_rows.get(tiling)
+    return _stage_rows(rule, tiling) if known is None else known
 
 
-def _launch_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
+def _stage_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
     return np.array([(tile_index, *stage) for tile_index, stage in stages_of(rule, tiling)], np.int64)
 
 
 @njit(inner=True)
 def stage_of_row(row):
-    """The stage of a row of `launches_of`."""
+    """The stage of a row of `stage_rows_of`."""
     return tiles.stage_of(row[1:])
 
 
@@ -176,9 +176,9 @@ class PricedTilings(NamedTuple):
 
     tilings: list[Tiling]
     stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, with num_splits 0
-    uses: NDArray[np.int64]  # [candidates, launches, USE_COLUMNS] see `cost`
+    launches: NDArray[np.int64]  # [candidates, launches, LAUNCH_COLUMNS] see `cost`
     costs: tile_costs.Costs
-    launches: dict[Tiling, NDArray[np.int64]]  # candidate -> `launches_of`
+    stage_rows: dict[Tiling, NDArray[np.int64]]  # candidate -> `stage_rows_of`
 
 
 def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
@@ -189,7 +189,7 @@ def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
         masked_ns=together * masked_ns,
         full_chain_ns=together * full_chain_ns,
         masked_chain_ns=together * masked_chain_ns,
-        num_slots=max(1, tile.num_programs // rule.num_kv_heads),
+        num_slots=max(1, tile.ctas_at_once // rule.num_kv_heads),
         ctas_per_sm=tile.ctas_per_sm,
         read_percent=tile.read_percent,
     )
@@ -199,12 +199,12 @@ def price(rule: TilingRule) -> PricedTilings:
     """The candidates of a rule, as the arrays from which `TiledStep.predict` computes their times."""
     tilings = candidates(rule)
     stages: dict[tiles.Stage, int] = {}
-    uses = np.full((len(tilings), 2, tile_costs.USE_COLUMNS), -1, np.int64)
+    launches = np.full((len(tilings), 2, tile_costs.LAUNCH_COLUMNS), -1, np.int64)
     for number, tiling in enumerate(tilings):
         for nth, (tile_index, stage) in enumerate(stages_of(rule, tiling)):
-            use = uses[number, nth]
-            use[tile_costs.USE_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
-            use[tile_costs.USE_TILE], use[tile_costs.USE_SPLITS] = tile_index, stage.num_splits
+            launch = launches[number, nth]
+            launch[tile_costs.LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
+            launch[tile_costs.LAUNCH_TILE], launch[tile_costs.LAUNCH_SPLITS] = tile_index, stage.num_splits
     token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
     costs = tile_costs.Costs(
@@ -221,8 +221,8 @@ def price(rule: TilingRule) -> PricedTilings:
         unhidden_part=times.unhidden_part,
         idle_percent=times.idle_percent,
     )
-    launches = {tiling: _launch_rows(rule, tiling) for tiling in tilings}
-    return PricedTilings(tilings, np.array(list(stages), np.int64), uses, costs, launches)
+    stage_rows = {tiling: _stage_rows(rule, tiling) for tiling in tilings}
+    return PricedTilings(tilings, np.array(list(stages), np.int64), launches, costs, stage_rows)
 
 
 def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> TileLimits:
@@ -233,7 +233,7 @@ def tile_limits(rule: TilingRule, capacity: Capacity, num_partials: int = 0) -> 
     num_partials: the most partials of a query; 0 if that is unknown.
     """
     heights = [rule.tiles[index].entries(rule.group_size) for index in rule.usable()]
-    slots = max(tile.num_programs for tile in rule.tiles) // rule.num_kv_heads + 1
+    slots = max(tile.ctas_at_once for tile in rule.tiles) // rule.num_kv_heads + 1
     splits = _MOST_WAVES * 3 * slots // 2  # of a launch: `layout.target_of` may make half as many again
     tokens, requests = capacity.max_query_tokens, min(capacity.max_requests, capacity.max_query_tokens)
     tiles_of_requests = min(tokens, requests + tokens // heights[0])

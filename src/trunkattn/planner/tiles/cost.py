@@ -22,11 +22,11 @@ NUM_SEGMENTS: Final = 2
 NUM_ENTRIES: Final = 3
 BLOCK_COLUMNS: Final = 4
 
-# Columns of a launch of a candidate
-USE_STAGE: Final = 0  # index of its stage; -1: the candidate has no such launch
-USE_TILE: Final = 1  # index of its tile
-USE_SPLITS: Final = 2  # its num_splits
-USE_COLUMNS: Final = 3
+# Columns of a launch of a candidate. A candidate has one, or two: for tall tiles and for low ones
+LAUNCH_STAGE: Final = 0  # index of its stage; -1: the candidate has no such launch
+LAUNCH_TILE: Final = 1  # index of its tile
+LAUNCH_SPLITS: Final = 2  # its num_splits
+LAUNCH_COLUMNS: Final = 3
 
 Int64Array = NDArray[np.int64]
 
@@ -303,34 +303,34 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
 
 
 @njit
-def tilings_ns(loads, stages, uses, costs):
-    """[candidates] predicted time of each candidate in ns. uses: [candidates, launches, USE_COLUMNS]."""
-    times = np.zeros(len(uses), np.int64)
-    for candidate in range(len(uses)):
+def tilings_ns(loads, stages, launches, costs):
+    """[candidates] predicted time of each candidate in ns. launches: [candidates, launches, LAUNCH_COLUMNS]."""
+    times = np.zeros(len(launches), np.int64)
+    for candidate in range(len(launches)):
         for nth in range(2):
-            which = uses[candidate, nth, USE_STAGE]
-            if which < 0 or loads.indptr[which] == loads.indptr[which + 1]:
+            stage_index = launches[candidate, nth, LAUNCH_STAGE]
+            if stage_index < 0 or loads.indptr[stage_index] == loads.indptr[stage_index + 1]:
                 continue
-            stage = stage_of(stages[which], uses[candidate, nth, USE_SPLITS])
-            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
-            memory, tile_index = loads.memory[which], uses[candidate, nth, USE_TILE]
-            last = nth == 1 or uses[candidate, 1, USE_STAGE] < 0
+            stage = stage_of(stages[stage_index], launches[candidate, nth, LAUNCH_SPLITS])
+            blocks = loads.blocks[loads.indptr[stage_index] : loads.indptr[stage_index + 1]]
+            memory, tile_index = loads.memory[stage_index], launches[candidate, nth, LAUNCH_TILE]
+            last = nth == 1 or launches[candidate, 1, LAUNCH_STAGE] < 0
             times[candidate] += stage_ns(blocks, memory, loads.num_queries, stage, tile_index, last, costs)
     return times
 
 
 @njit
-def tilings_fit(loads, stages, uses, limits):
+def tilings_fit(loads, stages, launches, limits):
     """[candidates] whether each candidate surely keeps within the limits [3] of items, segments and partials. If it has
     two stages, each gets half of them. The bound assumes that every item of a tile holds all of its entries, and that
     all segments are dealt to one subtile."""
-    fit = np.ones(len(uses), np.bool_)
-    for candidate in range(len(uses)):
-        num_launches = 2 if uses[candidate, 1, USE_STAGE] >= 0 else 1
+    fit = np.ones(len(launches), np.bool_)
+    for candidate in range(len(launches)):
+        num_launches = 2 if launches[candidate, 1, LAUNCH_STAGE] >= 0 else 1
         for nth in range(num_launches):
-            which, num_splits = uses[candidate, nth, USE_STAGE], uses[candidate, nth, USE_SPLITS]
-            stage = stage_of(stages[which], num_splits)
-            blocks = loads.blocks[loads.indptr[which] : loads.indptr[which + 1]]
+            stage_index, num_splits = launches[candidate, nth, LAUNCH_STAGE], launches[candidate, nth, LAUNCH_SPLITS]
+            stage = stage_of(stages[stage_index], num_splits)
+            blocks = loads.blocks[loads.indptr[stage_index] : loads.indptr[stage_index + 1]]
             total = blocks[:, NUM_SEGMENTS].sum()
             target = target_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
             items, partials = np.int64(0), np.int64(0)

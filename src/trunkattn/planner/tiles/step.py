@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
-from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, launches_of, stage_of_row
-from trunkattn.planner.tiles.cost import USE_SPLITS, USE_STAGE, stage_loads, tilings_fit, tilings_ns
+from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, stage_of_row, stage_rows_of
+from trunkattn.planner.tiles.cost import LAUNCH_SPLITS, LAUNCH_STAGE, stage_loads, tilings_fit, tilings_ns
 from trunkattn.planner.tiles.layout import Entries, emit_stage, make_entries, ordered_items, outline_stage, stage_of
 from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
@@ -49,7 +49,7 @@ class TiledStep:
             batch.query_start_loc,
             batch.window,
             priced.stages,
-            priced.uses,
+            priced.launches,
             priced.costs,
             most,
         )
@@ -75,9 +75,9 @@ class TiledStep:
 
     def emit(self, tiling: Tiling) -> TileList:
         """The tile list of a tiling, which need not be a candidate."""
-        launches = launches_of(self.rule, tiling)
+        stages = stage_rows_of(self.rule, tiling)
         table, window = self.batch.block_table, self.batch.window
-        arrays: TileArrays = _emit(self.forest, self.entries, table, launches, self.rule.list_rule, window)
+        arrays: TileArrays = _emit(self.forest, self.entries, table, stages, self.rule.list_rule, window)
         return TileList(*arrays, merges_taller=True)
 
     def overlap(
@@ -87,43 +87,43 @@ class TiledStep:
         candidates to try, each with one low tile without subtiles. leftover: the stage of items that are not
         co-scheduled."""
         priced = self.rule.priced
-        uses, tried, window = priced.uses, np.array(numbers, np.int64), self.batch.window
+        launches, tried, window = priced.launches, np.array(numbers, np.int64), self.batch.window
         number, items, total_ns = _overlap(
-            self.forest, self.entries, window, priced.stages, uses, tried, chunks, costs, leftover, priced.costs
+            self.forest, self.entries, window, priced.stages, launches, tried, chunks, costs, leftover, priced.costs
         )
         return number, Overlapped(items, total_ns)
 
 
 @njit
-def _measure(forest, seq_lens, query_start_loc, window, stages, uses, costs, limits):
+def _measure(forest, seq_lens, query_start_loc, window, stages, launches, costs, limits):
     """The entries, times and fits of a batch."""
     entries = make_entries(forest, seq_lens, query_start_loc)
     loads = stage_loads(forest, entries, stages, costs.l2_tokens, window, costs.segment_size)
-    return _Measures(entries, tilings_ns(loads, stages, uses, costs), tilings_fit(loads, stages, uses, limits))
+    return _Measures(entries, tilings_ns(loads, stages, launches, costs), tilings_fit(loads, stages, launches, limits))
 
 
 @njit
-def _emit(forest, entries, table, launches, rule, window):
-    """The arrays of a tile list. launches: see `launches_of`."""
+def _emit(forest, entries, table, stages, rule, window):
+    """The arrays of a tile list. stages: see `stage_rows_of`."""
     segment_size, page_size = rule.segment_size, rule.page_size
-    emitted = emit_stage(forest, entries, table, stage_of_row(launches[0]), window, segment_size, page_size)
-    bucket = np.full(len(emitted.items), launches[0, 0], np.int32)
-    if len(launches) > 1:
-        low = emit_stage(forest, entries, table, stage_of_row(launches[1]), window, segment_size, page_size)
+    emitted = emit_stage(forest, entries, table, stage_of_row(stages[0]), window, segment_size, page_size)
+    bucket = np.full(len(emitted.items), stages[0, 0], np.int32)
+    if len(stages) > 1:
+        low = emit_stage(forest, entries, table, stage_of_row(stages[1]), window, segment_size, page_size)
         emitted = join_stages(emitted, low)
-        bucket = np.concatenate((bucket, np.full(len(low.items), launches[1, 0], np.int32)))
+        bucket = np.concatenate((bucket, np.full(len(low.items), stages[1, 0], np.int32)))
     if rule.is_nested:
         emitted = nest(emitted, bucket, rule.subtiles)
     return finish(emitted, bucket, len(rule.subtiles), len(entries.query), rule.fuse_up_to)
 
 
 @njit
-def _overlap(forest, entries, window, stages, uses, numbers, chunks, overlap, leftover, costs):
+def _overlap(forest, entries, window, stages, launches, numbers, chunks, overlap, leftover, costs):
     """(number, items, total_ns) of the best candidate. numbers: those to try."""
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
-        stage = stage_of(stages[uses[number, 0, USE_STAGE]], uses[number, 0, USE_SPLITS])
-        assert stage.subtiles == 1 and uses[number, 1, USE_STAGE] < 0
+        stage = stage_of(stages[launches[number, 0, LAUNCH_STAGE]], launches[number, 0, LAUNCH_SPLITS])
+        assert stage.subtiles == 1 and launches[number, 1, LAUNCH_STAGE] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = ordered_items(outline, len(entries.query))
         found = choose_overlap(items, num_slots, chunks, overlap, leftover.stage, leftover.tile_index, costs)
