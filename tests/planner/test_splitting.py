@@ -1,4 +1,4 @@
-"""Packs -> work items: row tiles, where long KV is cut, order and partial slots."""
+"""Packs -> work items: pack tiles, where long KV is cut, order and partial slots."""
 
 from dataclasses import replace
 

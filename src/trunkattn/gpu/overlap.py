@@ -56,9 +56,10 @@ class Overlap:
         """Predicted times of the chunks: the time of all their arithmetic or of the longest work item, whichever is
         more, and the time of their reads."""
         flops, num_bytes = work.pairs * self.flops_per_pair, work.kv_tokens * self._token_bytes
-        without_decodes_ns = max(flops // self.times.flops_per_ns, self._longest_ns(work))
+        read_ns = num_bytes * 1000 // self.rule.bytes_per_us
         return ChunkTimes(
-            without_decodes_ns, num_bytes * 1000 // self.rule.bytes_per_us * self.times.reads_percent // 100
+            without_decodes_ns=max(flops // self.times.flops_per_ns, self._longest_ns(work)),
+            reads_ns=read_ns * self.times.reads_percent // 100,
         )
 
     @property

@@ -1,6 +1,6 @@
 """The planner: from the tables of a step to its work list.
 
-    block table -> prefix forest -> packing -> packs -> row tiles -> work items
+    block table -> prefix forest -> packing -> packs -> pack tiles -> work items
                    prefix_forest    packs/             splitting
 
 A decode step is nearly the one before it: every request has one token more, and now and then a new page of its own. As

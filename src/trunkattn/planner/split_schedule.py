@@ -1,4 +1,4 @@
-"""Where to split row tiles of prompt chunks: the schedule is simulated (PAT, https://arxiv.org/abs/2511.22333, §6).
+"""Where to split pack tiles of prompt chunks: the schedule is simulated (PAT, https://arxiv.org/abs/2511.22333, §6).
 
 A tile of a prompt chunk is full of query rows. Its time is arithmetic, and each split costs partial results, which are
 written, read and merged. A few such tiles keep a device busy, and whichever ends last decides when the step is over:
@@ -87,7 +87,7 @@ def split_evenly(rule, tokens, num_splits):
 def scheduled_splits(rule, tiles):
     """[T] int32: tokens per split of each tile; a tile that is not split has all of its tokens in one.
 
-    tiles: see `splitting.RowTiles.tiles`.
+    tiles: see `splitting.PackTiles.tiles`.
     """
     lengths = tiles[:, KV_END] - tiles[:, KV_START]
     weights = np.empty(len(tiles), np.int64)

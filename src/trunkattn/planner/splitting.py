@@ -1,6 +1,6 @@
-"""Makes work items from packs: packs are cut into row tiles, and tiles with much KV are split.
+"""Makes work items from packs: packs are cut into pack tiles, and tiles with much KV are split.
 
-A pack names query tokens and the KV tokens that they read together. A *row tile* holds as many of its queries as one
+A pack names query tokens and the KV tokens that they read together. A *pack tile* holds as many of its queries as one
 work item can compute. If a tile has so much KV that workers would end at different times, it is split, and each split
 is a work item:
 
@@ -38,7 +38,7 @@ from trunkattn.planner.work_list import (
     UNLIMITED,
 )
 
-# A row tile has the columns of a work item, except that the first is its pack, not a row of the block table.
+# A pack tile has the columns of a work item, except that the first is its pack, not a row of the block table.
 TILE_PACK: Final = KV_ROW
 
 _OPERATIONS_PER_PRODUCT: Final = 2  # a multiplication and an addition
@@ -68,8 +68,8 @@ class SplitRule(NamedTuple):
     merge_bytes: int = 0  # fixed cost of a merge
 
 
-class RowTiles(NamedTuple):
-    """Row tiles, and the query tokens that they hold."""
+class PackTiles(NamedTuple):
+    """Pack tiles, and the query tokens that they hold."""
 
     tiles: NDArray[np.int32]  # [T, ITEM_COLUMNS] pack, first and end KV token, first and end of the arrays below
     query: NDArray[np.int32]  # [...] query tokens of the step
@@ -115,7 +115,7 @@ def split_rule(device: DeviceModel, model: CostModel, num_kv_heads: int, head_di
 
 @njit(inline="always")
 def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
-    """Cuts the query tokens of each pack into row tiles.
+    """Cuts the query tokens of each pack into pack tiles.
 
     A tile reads the KV that at least one of its queries sees (causal mask, window). A tile that sees none is left out.
 
@@ -157,7 +157,7 @@ def cut_packs(packs, query_start_loc, seq_lens, window, queries_per_tile):
                 tiles[count, KV_START], tiles[count, KV_END] = kv_start, kv_end
                 tiles[count, QUERY_START], tiles[count, QUERY_END] = query_start, query_end
                 count += 1
-    return RowTiles(tiles[:count], query, position)
+    return PackTiles(tiles[:count], query, position)
 
 
 @njit(inline="always")
@@ -201,9 +201,9 @@ def _split_end(fixed_chunk, begin, end, split):
 
 
 @njit(inline="always")
-def emit(packs, row_tiles, splits, window, rule, num_queries):
+def emit(packs, pack_tiles, splits, window, rule, num_queries):
     """The arrays of a WorkList. Items stand heaviest first; equal ones stay in the order of their tiles and tokens."""
-    tiles, query, position, kv_row = row_tiles.tiles, row_tiles.query, row_tiles.position, packs.kv_row
+    tiles, query, position, kv_row = pack_tiles.tiles, pack_tiles.query, pack_tiles.position, packs.kv_row
     num_items, num_entries = 0, 0
     for t in range(len(tiles)):
         begin, end = np.int64(tiles[t, KV_START]), np.int64(tiles[t, KV_END])

@@ -240,11 +240,11 @@ def prefill_kernel(
     next launch may start now."""
     if PDL.trigger:
         tl.extra.cuda.gdc_launch_dependents()
-    num_tasks, num_programs = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
-    for first in range(0, num_tasks, num_programs):
+    num_tasks, num_ctas = tl.load(work.count) * SHAPE.num_kv_heads, tl.num_programs(0)
+    for first in range(0, num_tasks, num_ctas):
         turn = tl.program_id(0)
-        backwards = (first // num_programs % 2 == 1) & (first + num_programs <= num_tasks)
-        task = first + tl.where(backwards, num_programs - 1 - turn, turn)
+        backwards = (first // num_ctas % 2 == 1) & (first + num_ctas <= num_tasks)
+        task = first + tl.where(backwards, num_ctas - 1 - turn, turn)
         if task < num_tasks:
             prefill_item(
                 work.items + task // SHAPE.num_kv_heads * _ITEM_COLUMNS,

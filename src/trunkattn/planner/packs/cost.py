@@ -61,7 +61,7 @@ def tiles_of(model, queries):
 
 @njit(inline="always")
 def read_cost(model, tokens, queries):
-    """Cost of one pack. Each of its row tiles is a work item that reads the pack's KV."""
+    """Cost of one pack. Each of its pack tiles is a work item that reads the pack's KV."""
     return tiles_of(model, queries) * (np.int64(tokens) * model.kv_bytes + model.item_bytes)
 
 

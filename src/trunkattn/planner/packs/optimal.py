@@ -16,7 +16,7 @@ mask over the path, and its value is the least cost of everything at and below t
                                                          - at the end of depth 0   (1 pack before it)
                                                          - at the end of depth 2   (2 packs before it)
 
-The result is exact while a pack fits one row tile: `tests/planner` compares it with every way to cut every path. With
+The result is exact while a pack fits one pack tile: `tests/planner` compares it with every way to cut every path. With
 more queries the tiles of a pack are counted for all queries below its node, which is an upper bound. A node at depth d
 has 2^d cases, so the caller asks `count_states` first and leaves out forests that are too deep.
 """
