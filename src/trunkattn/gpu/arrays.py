@@ -89,8 +89,8 @@ class GpuPlan(Packed):
         tiles, merge_tile: the tiles that the launches compute.
         streams: whether independent launches run on separate streams (PAT §6).
         chunks: the arrays of prompt chunks; None if the plan cannot have any.
-        summary: [3] int64: the tiling, KV tokens that its tiles read, and KV tokens without sharing. Only for lists
-            that were made on the device.
+        summary: [3] int64: the number of the chosen candidate, KV tokens that its tiles read, and KV tokens without
+            sharing. Only for lists that were made on the device.
         bound: layer key -> the launches bound for such layers (`gpu.launch`).
         unreadable: the reasons why a kernel could not read some layers, each once.
     """

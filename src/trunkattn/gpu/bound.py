@@ -44,7 +44,7 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
 
 
 class _Holder:
-    """A holder of one value."""
+    """A place for one value. `kept` fills it, because a function with `lru_cache` gets nothing but its key."""
 
     value: Any = None
 

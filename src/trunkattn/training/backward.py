@@ -4,9 +4,9 @@ The probabilities p are computed again from q, k and lse, tile by tile. The row 
 Then dv = pᵀ dout, ds = p · (dout vᵀ - delta), dk = dsᵀ q and dq = ds k, and the latter two are multiplied by sm_scale.
 A soft cap multiplies ds by its slope.
 
-There are two ways. Two kernels are deterministic: one holds a block of keys and streams queries, the other holds a
-block of queries and streams keys, and both compute the scores. One pass is faster: the first kernel also adds its part
-of dq to memory in float32, in the order in which its CTAs happen to run.
+Deterministic gradients take two kernels: one holds a block of keys and streams queries, the other holds a block of
+queries and streams keys, and both compute the scores. Others take one pass, which is faster: the first kernel also adds
+its part of dq to memory in float32, in the order in which its CTAs happen to run.
 """
 
 from typing import Any, NamedTuple

@@ -7,7 +7,16 @@ block to the root.
 import triton
 import triton.language as tl
 
-from trunkattn.training.visibility import depths_of, masked_block, masked_blocks, own_segment, path_keys, visible_keys
+from trunkattn.training.visibility import (
+    TREE_SEGMENT_COLUMNS,
+    TREE_SEGMENT_LEVEL,
+    depths_of,
+    masked_block,
+    masked_blocks,
+    own_segment,
+    path_keys,
+    visible_keys,
+)
 
 
 @triton.jit
@@ -31,7 +40,8 @@ def walk_keys(
         m = queries.first + tl.arange(0, TILE.block_m)
         ranges, segment = own_segment(batch, queries.first, queries.length, TILE)
         top, depths = ranges.begin, depths_of(rows, m, queries.length, VARIANT)
-        for _ in tl.range(0, tl.load(batch.segments + 4 * segment + 3) + 2, num_stages=1):
+        level = tl.load(batch.segments + TREE_SEGMENT_COLUMNS * segment + TREE_SEGMENT_LEVEL)
+        for _ in tl.range(0, level + 2, num_stages=1):  # the block itself, its segment, and those above
             state = _walk_ranges(step, state, held, keys, batch, ranges, rows, scales, SHAPE, TILE, VARIANT)
             ranges, segment = path_keys(batch, segment, top, queries.first, depths, queries.length, TILE, VARIANT)
             top = tl.minimum(top, ranges.begin)

@@ -66,8 +66,8 @@ _CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave n
 def _refuses_either_cudnn(
     config: TrainingConfig, card: Card, name: str, widest: int, pairs: tuple[tuple[int, int], ...] = ()
 ) -> list[str]:
-    """What both ways to cuDNN refuse. name: of the way; widest: head_dim up to which it takes any two; pairs: wider
-    ones that it takes, of keys and of values."""
+    """Why neither cuDNN's flex_attention nor the cuDNN of PyTorch computes an attention on a card. name: the one that
+    is asked; widest: head_dim up to which it takes any two; pairs: wider ones that it takes, of keys and of values."""
     reasons = [f"{option} is given: {name} has none" for option in config.options]
     if config.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"dtype {config.dtype}: expected torch.float16 or torch.bfloat16")

@@ -9,6 +9,13 @@ import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch, Grid, kept
 from trunkattn.training.sequences import TreeTables, table_length
+from trunkattn.training.visibility import (
+    TREE_SEGMENT_COLUMNS,
+    TREE_SEGMENT_END,
+    TREE_SEGMENT_LEVEL,
+    TREE_SEGMENT_PARENT,
+    TREE_SEGMENT_START,
+)
 
 _BLOCK: Final = 256
 _WARPS: Final = 4
@@ -26,10 +33,10 @@ def tables_kernel(numbers, flat, num_segments, length, BLOCK: tl.constexpr):
         width = num_segments
         while width > 1:  # the segment begins at or before the token, and the one at `behind` after it
             middle = (segment + behind) // 2
-            begun = tl.load(numbers + 4 * middle) <= token
+            begun = tl.load(numbers + TREE_SEGMENT_COLUMNS * middle + TREE_SEGMENT_START) <= token
             segment, behind = tl.where(begun, middle, segment), tl.where(begun, behind, middle)
             width = (width + 1) // 2
-        of_segment = numbers + 4 * num_segments + segment
+        of_segment = numbers + TREE_SEGMENT_COLUMNS * num_segments + segment
         tl.store(flat + token, tl.load(of_segment), mask=inside)
         tl.store(flat + length + token, tl.load(of_segment + num_segments) + token, mask=inside)
         tl.store(flat + 2 * length + token, segment, mask=inside)
@@ -45,11 +52,13 @@ def intervals_kernel(segments, segment_of, ends, num_levels, tokens, BLOCK: tl.c
         tl.store(ends + token, tl.zeros([BLOCK], tl.int32), mask=inside)
         for below in tl.range(0, num_levels):
             above = num_levels - 1 - below
-            is_deeper = tl.load(segments + 4 * segment + 3) > above
-            segment = tl.where(is_deeper, tl.load(segments + 4 * segment + 2), segment)
-            on_path = tl.load(segments + 4 * segment + 3) == above
-            start = tl.where(on_path, tl.load(segments + 4 * segment), token + 1)
-            stop = tl.where(on_path, tl.minimum(tl.load(segments + 4 * segment + 1), token + 1), token + 1)
+            own = segments + TREE_SEGMENT_COLUMNS * segment
+            is_deeper = tl.load(own + TREE_SEGMENT_LEVEL) > above
+            segment = tl.where(is_deeper, tl.load(own + TREE_SEGMENT_PARENT), segment)
+            own = segments + TREE_SEGMENT_COLUMNS * segment
+            on_path = tl.load(own + TREE_SEGMENT_LEVEL) == above
+            start = tl.where(on_path, tl.load(own + TREE_SEGMENT_START), token + 1)
+            stop = tl.where(on_path, tl.minimum(tl.load(own + TREE_SEGMENT_END), token + 1), token + 1)
             row = ends + (2 * above + 1).to(tl.int64) * tokens + token
             tl.store(row, start, mask=inside)
             tl.store(row + tokens, stop, mask=inside)

@@ -5,6 +5,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# Columns of `TreeTables.segments`
+TREE_SEGMENT_START = tl.constexpr(0)
+TREE_SEGMENT_END = tl.constexpr(1)
+TREE_SEGMENT_PARENT = tl.constexpr(2)
+TREE_SEGMENT_LEVEL = tl.constexpr(3)
+TREE_SEGMENT_COLUMNS = tl.constexpr(4)
+
 
 class Rows(NamedTuple):
     """The numbers [M] that decide which keys each query of a block sees. `position` is its place among the keys.
@@ -124,9 +131,10 @@ def path_keys(batch, segment, top, first, depths, length, TILE: tl.constexpr, VA
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     segment = tl.maximum(segment, 0)
-    start = tl.load(batch.segments + 4 * segment)
-    end = tl.minimum(tl.load(batch.segments + 4 * segment + 1), top)
-    parent = tl.load(batch.segments + 4 * segment + 2)
+    own = batch.segments + TREE_SEGMENT_COLUMNS * segment
+    start = tl.load(own + TREE_SEGMENT_START)
+    end = tl.minimum(tl.load(own + TREE_SEGMENT_END), top)
+    parent = tl.load(own + TREE_SEGMENT_PARENT)
     low, full_low = start, start
     if VARIANT.window:
         at_depth_0 = start - tl.load(batch.depths + start)  # the number of a key of depth 0, were it in this segment

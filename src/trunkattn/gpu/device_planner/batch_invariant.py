@@ -26,6 +26,9 @@ from trunkattn.gpu.device_planner.common import (
     SEGMENT_END,
     SEGMENT_SHARED_END,
     SEGMENT_START,
+    SUMMARY_CANDIDATE,
+    SUMMARY_READ,
+    SUMMARY_UNSHARED,
     EntryArrays,
     Tables,
     counts_of,
@@ -183,9 +186,9 @@ def _list_merges(entries, num_entries, window, status, spans, plan, limits, SIZE
 def _summarize(tables, bounds, window, summary, SIZES: tl.constexpr):
     """Stores how many tokens are read if every request reads its own. The tokens that are read are added up later, so
     their number begins with 0."""
-    tl.store(summary, tl.zeros([], tl.int64))
-    tl.store(summary + 1, tl.zeros([], tl.int64))
-    tl.store(summary + 2, tokens_unshared(tables, bounds, window, SIZES))
+    tl.store(summary + SUMMARY_CANDIDATE, tl.zeros([], tl.int64))
+    tl.store(summary + SUMMARY_READ, tl.zeros([], tl.int64))
+    tl.store(summary + SUMMARY_UNSHARED, tokens_unshared(tables, bounds, window, SIZES))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -316,7 +319,7 @@ def span_segments_kernel(
         to = plan.segments + (i + item * PER_ITEM) * SEGMENT_COLUMNS
         store_segments(to, listed, row, token, count << 8 | tokens << 16, pages, i < PER_ITEM, SIZES)
         read += tl.sum(tl.where(listed, tokens, 0), 0)
-    tl.atomic_add(summary + 1, read, sem="relaxed")
+    tl.atomic_add(summary + SUMMARY_READ, read, sem="relaxed")
 
 
 class InvariantPlanner(DevicePlanner):

@@ -30,6 +30,11 @@ MANY_SEGMENTS = tl.constexpr(16)
 MANY_QUERIES = tl.constexpr(32)
 MANY_SLOTS = tl.constexpr(64)
 
+# What `GpuPlan.summary` holds
+SUMMARY_CANDIDATE = tl.constexpr(0)  # the number of the chosen one
+SUMMARY_READ = tl.constexpr(1)  # KV tokens that the tiles read
+SUMMARY_UNSHARED = tl.constexpr(2)  # KV tokens that are read if every request reads its own
+
 NUM_PARTIALS = tl.constexpr(3)  # arrays of `partials`; see `items.PartialArrays`
 
 # Parameters that change from batch to batch. Triton does not specialize on their values (`do_not_specialize`), which

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from trunkattn.gpu.device_planner.common import SUMMARY_CANDIDATE, SUMMARY_READ, SUMMARY_UNSHARED
 from trunkattn.gpu.device_planner.cost import LAUNCH_COLUMNS
 from trunkattn.gpu.device_planner.layout import totals_of
 from trunkattn.gpu.device_planner.prefix_forest import load_request
@@ -22,14 +23,13 @@ def tokens_unshared(tables, bounds, window, SIZES: tl.constexpr):
 
 @triton.jit
 def summarize(candidate, tables, bounds, window, launches, totals, summary, SIZES: tl.constexpr):
-    """Stores summary [3] int64 of a plan: the number of the chosen candidate, the KV tokens that its tiles read, and
-    the KV tokens that are read if every request reads its own."""
+    """Stores the summary of a plan."""
     read = tl.zeros([], tl.int64)
     for nth in tl.static_range(2):
         stage = tl.load(launches + (candidate * 2 + nth) * LAUNCH_COLUMNS)
         if stage >= 0:
             total = totals_of(totals, stage)
             read += tl.load(total.once) + tl.load(total.again)
-    tl.store(summary, candidate.to(tl.int64))
-    tl.store(summary + 1, read)
-    tl.store(summary + 2, tokens_unshared(tables, bounds, window, SIZES))
+    tl.store(summary + SUMMARY_CANDIDATE, candidate.to(tl.int64))
+    tl.store(summary + SUMMARY_READ, read)
+    tl.store(summary + SUMMARY_UNSHARED, tokens_unshared(tables, bounds, window, SIZES))

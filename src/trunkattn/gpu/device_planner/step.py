@@ -14,7 +14,7 @@ from trunkattn.gpu.cards import Card
 from trunkattn.gpu.compiling import is_compiling
 from trunkattn.gpu.device_planner.batch_invariant import InvariantPlanner
 from trunkattn.gpu.device_planner.candidates import candidates_of
-from trunkattn.gpu.device_planner.common import Tables
+from trunkattn.gpu.device_planner.common import SUMMARY_CANDIDATE, SUMMARY_READ, Tables
 from trunkattn.gpu.device_planner.planner import MOST_COLUMNS, MOST_ROWS, DevicePlanner, errors_of
 from trunkattn.gpu.device_planner.prompt_chunks import ListedChunks, place_chunks
 from trunkattn.gpu.graphs import GraphCache
@@ -50,7 +50,7 @@ class DeviceTiles:
     def kv_tokens(self) -> torch.Tensor:
         """The KV tokens that are read, and those that would be read without sharing: int64 [2] on the device."""
         assert self.gpu_plan.summary is not None
-        return self.gpu_plan.summary[1:]
+        return self.gpu_plan.summary[SUMMARY_READ.value :]
 
     def tile_list(self) -> TileList:
         """Returns a copy of the plan's arrays. It waits for the device."""
@@ -85,7 +85,7 @@ class DeviceTiles:
         assert self.gpu_plan.summary is not None
         if self.rule.uniform:
             return BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
-        tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[0])]
+        tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[SUMMARY_CANDIDATE.value])]
         return tiling.name(self.rule), "least predicted time, found on the device"
 
 
