@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from trunkattn.planner.work_list import UNLIMITED
 
-from .test_prefix_tree import trees
 from .training_cases import TrainingCase, tree_case
+from .tree_cases import trees
 
 
 @st.composite

@@ -18,7 +18,7 @@ from trunkattn.training.checks import Options
 from trunkattn.training.cudnn_trees import attend, intervals
 from trunkattn.training.spec import TrainingConfig
 
-from .test_prefix_tree import inputs, textbook, trees, with_gradients
+from .tree_cases import inputs, textbook, trees, with_gradients
 
 BF16 = torch.bfloat16
 OPTIONS = Options(**dict.fromkeys(Options._fields))

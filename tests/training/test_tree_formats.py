@@ -12,7 +12,7 @@ from hypothesis import given
 from trunkattn import PrefixTree
 from trunkattn.training import tree_formats as formats
 
-from .test_prefix_tree import trees
+from .tree_cases import trees
 
 ONE_LEVEL = PrefixTree.from_segments([-1, 0, 0, -1, 3], [3, 2, 1, 4, 2])
 DEEP = PrefixTree.from_segments([-1, 0, 1, 0], [2, 1, 1, 2])

@@ -15,7 +15,7 @@ from trunkattn.training.spec import hopper_forward_tile
 from trunkattn.training.tree_tables import intervals as intervals_on_gpu
 from trunkattn.training.tree_tables import tables_of_segments
 
-from .test_prefix_tree import trees
+from .tree_cases import trees
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
