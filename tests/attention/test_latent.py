@@ -139,6 +139,17 @@ def test_queries_in_two_tensors_and_values_that_are_a_view_change_nothing() -> N
     assert torch.equal(attention.run(plan, q, cache, cache[..., :LATENT]), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    config = config_of(4, dtype=dtype)
+    q, cache = tensors_of(config, SHARED)
+    attention = BatchAttention(config, "cpu")
+    plan, pair = attention.plan(*tables_of(SHARED)), (q[..., :LATENT], q[..., LATENT:])
+    expected = attention.run(plan, q, cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention.run(plan, pair, cache), expected)
+
+
 def test_states_of_two_halves_of_a_cache_merge() -> None:
     config = config_of(8)
     (q, cache), (table, lens, _) = tensors_of(config, SHARED), tables_of(SHARED)

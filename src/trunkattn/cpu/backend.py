@@ -54,6 +54,11 @@ class CpuStep(NamedTuple):
         check_plan(self.planned)
 
 
+def _float32(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a tensor, contiguous."""
+    return tensor[:rows].to(torch.float32).contiguous()
+
+
 def make(config: AttentionConfig, device: torch.device, capacity: Capacity | None) -> "CpuBackend":
     """The back end of a CPU, whose plans have no fixed size."""
     return CpuBackend(config)
@@ -133,8 +138,9 @@ class CpuBackend:
         out = out[: step.num_query_tokens]  # with a capacity, q and out may be longer
         in_place = out.dtype == torch.float32 and out.is_contiguous()
         computed = out if in_place else torch.empty(out.shape, dtype=torch.float32, device="cpu")
-        q = inputs.q if inputs.q_rope is None else torch.cat((inputs.q, inputs.q_rope), dim=-1)
-        queries = q[: step.num_query_tokens].to(torch.float32).contiguous()
+        queries = _float32(inputs.q, step.num_query_tokens)
+        if inputs.q_rope is not None:  # joined in float32: torch.autocast has no torch.cat of float16 on a CPU
+            queries = torch.cat((queries, _float32(inputs.q_rope, step.num_query_tokens)), dim=-1)
         bits = KV_KINDS[self.config.cache_dtype][1]
         layer = parallel.Layer(
             q=queries, k_cache=inputs.k_cache, v_cache=inputs.v_cache, kv_bits=bits, out=computed, lse=lse
