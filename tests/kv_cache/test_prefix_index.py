@@ -149,6 +149,15 @@ def test_an_eviction_stops_at_the_number_asked_for() -> None:
     index.check_integrity()
 
 
+def test_a_page_that_left_with_its_ancestor_is_not_evicted_again() -> None:
+    index = PrefixIndex(page_size=1)
+    insert(index, [1, 2], [10, 11])
+    insert(index, [3], [20])
+    index.mark_unreferenced([10, 11, 20])
+    assert sorted(index.evict(3)) == [10, 11, 20]
+    index.check_integrity()
+
+
 def test_a_reused_page_does_not_revive_what_hung_below_it() -> None:
     index = PrefixIndex(page_size=1)
     leaf = insert(index, [1, 2], [10, 11])
@@ -179,9 +188,10 @@ def test_clear_forgets_everything() -> None:
         ([9, 9, 9], [20], "tokens has length 3: expected 2, which fill 1 pages of 2"),
         ([9, 9], [10], r"pages=\[10\]: expected distinct pages that are indexed as no other prefix"),
         ([9, 9, 9, 9], [20, 20], r"pages=\[20, 20\]: expected distinct pages"),
-        ([9, 9, 9, 1.5], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
-        ([9, 9, 9, 1 << 31], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
-        ([9, 9, "a", "b"], [20, 21], r"tokens\[\d\]=.*: expected 32-bit integers"),
+        ([9, 9, 9, 1.5], [20, 21], r"tokens\[3\]=1.5: expected 32-bit integers"),
+        ([9, (1 << 31) - 1, 9, 1 << 31], [20, 21], r"tokens\[3\]=2147483648: expected 32-bit integers"),
+        ([9, -(1 << 31), -(1 << 31) - 1, 9], [20, 21], r"tokens\[2\]=-2147483649: expected 32-bit integers"),
+        ([9, 9, "a", "b"], [20, 21], r"tokens\[2\]='a': expected 32-bit integers"),
     ],
 )
 def test_a_wrong_insert_changes_nothing(tokens: list[int], pages: list[int], message: str) -> None:
@@ -206,10 +216,15 @@ def test_only_indexed_pages_can_be_unreferenced_or_looked_up() -> None:
     ("damage", "message"),
     [
         (lambda index: index._blocks.pop(11), "not linked"),
+        (lambda index: setattr(index.block(11), "parent", None), "not linked"),
+        (lambda index: setattr(index.block(11), "parent", index.root), "not linked"),
         (lambda index: index.block(10).children.clear(), "cannot be reached"),
         (lambda index: setattr(index.block(11), "tokens", b""), "partial block"),
+        (lambda index: setattr(index.block(11), "tokens", bytes(12)), "partial block"),  # only a first page has a salt
+        (lambda index: index._buckets[index.block(11).key].clear(), "bucket of its key"),
         (lambda index: setattr(index.block(11), "tokens", bytes(8)), "bucket of its key"),
         (lambda index: index._buckets.setdefault(1, []), "a hash bucket is empty"),
+        (lambda index: index._buckets.setdefault(1, [index.block(10)]), "a block that is not in the index"),
         (lambda index: index._evictable.setdefault(99), "LRU order"),
         (lambda index: index._add(index.root, index.block(10).tokens, 12), "another page is indexed"),
     ],

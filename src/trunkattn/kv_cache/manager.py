@@ -313,7 +313,7 @@ class CacheManager:
             writable = self._slots_at(position, request.room) > self._slots_at(position, request.num_tokens)
             if writable and self.pool.refcount(page) > 1:
                 raise RuntimeError(f"request {request_id!r} may write to page {page}, which other requests hold too")
-        if request.tail is not None and self.index.is_indexed(request.tail):
+        if request.tail is not None:
             depth, block = 0, request.tail
             while block.parent is not None:
                 depth, block = depth + 1, block.parent
