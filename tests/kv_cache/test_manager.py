@@ -1,6 +1,7 @@
 """The cache manager, one behaviour at a time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -368,7 +369,7 @@ def test_a_wrong_call_raises_and_changes_nothing(
         (lambda m: setattr(m._requests["b"], "num_indexed", 3), "expected indexed <= committed"),
         (lambda m: (m.pool.share(m.pages("b")[:1]), m._requests["b"].pages.append(m.pages("b")[0])), "a page twice"),
         (lambda m: setattr(m._requests["b"], "num_tokens", 4), "disagree|may write"),
-        (lambda m: [setattr(m._requests["b"], name, 4) for name in ("num_tokens", "room")], "disagree on what it holds"),
+        (lambda m: m._requests.update(b=replace(m._requests["b"], num_tokens=4, room=4)), "disagree on what it holds"),
         (lambda m: setattr(m._requests["b"], "room", 6), "may write to page"),
         (lambda m: setattr(m._requests["b"], "num_indexed", 1), "2 pages are indexed, not 1"),
     ],
