@@ -80,6 +80,16 @@ def test_an_integer_beyond_a_strict_bound_is_not_allowed(schema: Any, numbers: l
     assert accepted(schema, tried) == numbers
 
 
+@pytest.mark.parametrize("bound", [1, 2, 7, 10, 16, 99, 100, 1000, 12345, 10**6, 10**9, 10**12])
+def test_a_strict_bound_of_any_size_is_not_allowed(bound: int) -> None:
+    """llguidance reads 100.00000000000001 as 100."""
+    above = {"type": "number", "exclusiveMinimum": bound, "maximum": bound + 0.75}
+    below = {"type": "number", "exclusiveMaximum": -bound, "minimum": -bound - 0.75}
+    for schema, sign in ((above, 1), (below, -1)):
+        half = str(sign * (bound + 0.5))
+        assert accepted(schema, [str(sign * bound), half]) == [half]
+
+
 def test_a_grammar_writes_such_bounds_itself() -> None:
     with pytest.raises(ValueError, match=r"structured_outputs\.grammar: .*: expected minimum or maximum there"):
         grammar_of(StructuredOutputsParams(grammar=f"start: %json {json.dumps(SMALL)}"), FormLimits())

@@ -3,7 +3,7 @@ expression of their digits."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from math import inf, nextafter
+from math import ulp
 from typing import Any, Final, NamedTuple, TypeGuard
 
 from trunkattn.engine.forms.schema import parts
@@ -12,6 +12,7 @@ from trunkattn.validate import shown
 _MOST_EXACT: Final = 1 << 53  # float64 has all integers up to here
 _HIGHEST: Final = (1 << 63) - 1  # bounds beyond those of 64 bits are read as these
 _NEAREST: Final = 1e-30  # to zero, of the numbers that are allowed beside it
+_ULPS: Final = 4  # from any other integer to them: llguidance may read a number as the next one that float64 has
 
 
 class _Side(NamedTuple):
@@ -62,7 +63,7 @@ def separate_bounds(schema: Any) -> bool:
             low, high = sorted((bound, bound + sign))
             place = bisect_right(ends, low)  # there may be thousands, for each of thousands of bounds
             if place < len(ends) and ends[place] < high:
-                nearest = nextafter(bound, sign * inf) if bound else sign * _NEAREST
+                nearest = bound + sign * _ULPS * ulp(bound) if bound else sign * _NEAREST
                 part[plain] = sign * max(sign * part.get(plain, nearest), sign * nearest)
                 del part[strict]
                 changed = True
