@@ -237,7 +237,7 @@ DEEP = PrefixTree.from_segments([-1, *range(39)], [7] * 40)
 BUSHY = PrefixTree.from_segments([-1, *[0] * 20, -1, 21, 22, 22], [333, *[37] * 20, 1, 127, 129, 200])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
 @pytest.mark.parametrize("tree", [DEEP, BUSHY])
 def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -> None:
     check(
@@ -248,7 +248,7 @@ def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -
 @pytest.mark.parametrize(
     ("head_dims", "window"),
     [
-        *product([(64, 64), (128, 128), (192, 192), (256, 256), (40, 72)], [301]),
+        *product([(64, 64), (80, 96), (128, 128), (192, 192), (256, 256), (40, 72)], [301]),
         *product([(64, 64)], [None, 1, 128, 2**31 - 1]),
     ],
 )
@@ -281,7 +281,7 @@ def test_a_feature_by_itself(head_dims: tuple[int, int], features: dict[str, Any
         check(tree_case(tree, dtype=BF16, device="cuda", **of_heads, **features), False)
 
 
-@pytest.mark.parametrize("head_dims", [(128, 128), (64, 64), (192, 192)])
+@pytest.mark.parametrize("head_dims", [(128, 128), (96, 96), (64, 64), (192, 192)])
 def test_ctas_that_have_all_heads_of_a_group_and_those_that_have_some(head_dims: tuple[int, int]) -> None:
     """By the number of blocks of keys beside that of SMs."""
     for length, batch in ((900, 1), (1100, 12)):
@@ -336,7 +336,7 @@ def test_nan_of_a_packed_sequence_stays_in_it() -> None:
     assert found[:100].isnan().all() and torch.equal(found[100:], expected[100:])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (192, 192)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_hopper_kernels_for_the_sanitizer(
     monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dims: tuple[int, int]

@@ -28,11 +28,11 @@ KINDS = (
 )  # fmt: skip
 ALL = tuple(
     f"{head_dims} {group_size} {kind}"
-    for head_dims in ("64", "128", "192/128", "192", "256")
+    for head_dims in ("64", "96", "128", "192/128", "192", "256")
     for group_size in (1, 4)
     for kind in KINDS
-) + tuple(f"{head_dim} 1 {kind}+deterministic" for head_dim in (64, 128) for kind in KINDS)
-FEW = ("128 4 causal", "64 1 packed", "192/128 4 causal")
+) + tuple(f"{head_dim} 1 {kind}+deterministic" for head_dim in (64, 96, 128) for kind in KINDS)
+FEW = ("128 4 causal", "64 1 packed", "192/128 4 causal", "96 4 packed")
 # Bytes of a thread's stack, about as found with Triton 3.9: addresses and descriptors, which a loop reads again.
 SPILLED_AT_MOST = {"64": 280, "128": 240, "192/128": 64, "192": 104, "256": 260}
 
@@ -110,7 +110,7 @@ class Kernels:
         batch, heads = given["q_desc"].shape[0], self.case.heads[0]
         tile = given["C"].tile
         rows = given["rows_desc"].base.view(batch, heads, -1, 2, tile.block_m)
-        sums = given["dq_desc"] and given["dq_desc"].base.view(batch, heads, -1, tile.block_m, tile.dim)
+        sums = given["dq_desc"] and given["dq_desc"].base.view(batch, heads, -1, tile.block_m, tile.keys.dims)
         for number, part in enumerate(self.sequences(given)):
             first = part.begin_q // tile.block_m + number if self.case.packed else 0
             at = slice(first, first - (-len(part.q) // tile.block_m))

@@ -39,6 +39,8 @@ def test_who_computes_sequences_of_one_length() -> None:
         " forward pass"
     )
     assert "the Hopper backward pass is faster" in why(head_dim=64, head_dim_v=64)
+    assert "the Hopper backward pass is faster" in why(head_dim=72, head_dim_v=96)
+    assert "the Hopper passes are faster" in why(head_dim=72, head_dim_v=96, is_long=True)
     assert why((8, 0)) == "compute capability 8.0: expected 9.0, 10.0 or 10.3"
     assert why(dtype=F32) == "dtype torch.float32: expected torch.float16 or torch.bfloat16"
     for head_dims in ((256, 256), (192, 128), (40, 136)):

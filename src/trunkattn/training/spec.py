@@ -13,7 +13,7 @@ from trunkattn.numerics import padded_head_dim
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
-LONG: Final = 2048  # queries from which on both passes of FlashAttention-4 are the fastest, as measured on an H200
+LONG: Final = 2048  # queries from which on some forward passes are faster than cuDNN's, as measured on an H200
 
 
 class TrainingConfig(NamedTuple):
@@ -53,7 +53,8 @@ def refuses(config: TrainingConfig, card: Card) -> list[str]:
 
 _TORCH_CUDNN: Final = "PyTorch's cuDNN attention"
 _CUDNN_PAIRS: Final = ((192, 128), (256, 256))  # head_dims above 128 that its flex_attention takes
-_NARROW: Final = 64  # head_dim up to which the Hopper backward pass is taken without groups, too
+_NARROW: Final = 96  # head_dim up to which the Hopper backward pass is taken without groups, too
+_NARROWEST_FORWARD: Final = 72  # head_dim from which on the Hopper forward pass is the faster one of long sequences
 CUDNN_MODULE: Final = "cudnn.flex_attention"  # of an extra: nothing imports it unless it computes
 CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_attention takes these calls
 # Its mask has 8 bytes for each token and level. With more levels it is larger than the queries of 32 heads of 128.
@@ -88,9 +89,14 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
         reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
     elif not reasons and not refuses_cudnn_forward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
-    elif not reasons and config.widest > 128 and not refuses_hopper_backward(config, card):
+    elif not reasons and _has_hopper_forward(config) and not refuses_hopper_backward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper passes are faster")
     return reasons
+
+
+def _has_hopper_forward(config: TrainingConfig) -> bool:
+    """Whether the Hopper forward pass is faster than cuDNN's, and its backward pass, too."""
+    return config.widest > 128 or (config.is_long and _NARROWEST_FORWARD <= config.widest <= _NARROW)
 
 
 def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
@@ -101,6 +107,8 @@ def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
         reasons += refuses_hopper_backward(config, card)
         if config.widest > _NARROW and not config.is_grouped:
             reasons.append(f"{_heads(config)}: cuDNN's backward pass is as fast as that of Hopper")
+        elif _has_hopper_forward(config):
+            reasons.append(f"{_heads(config)}, {LONG} queries or more: the Hopper forward pass is faster")
     return reasons
 
 

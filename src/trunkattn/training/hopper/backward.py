@@ -139,6 +139,7 @@ def prepare_rows_kernel(
     batch: RowsBatch,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
+    DQ_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -161,7 +162,8 @@ def prepare_rows_kernel(
         tl.store(tensors.block_depths + block.first // BLOCK, tl.min(depths))
     if tensors.dq_sums is not None:
         d = tl.arange(0, DIM)
-        tl.store(tensors.dq_sums + (index + m)[:, None] * DIM + d[None, :], tl.zeros([BLOCK, DIM], tl.float32))
+        at_sums = (index + m)[:, None] * DQ_DIM + d[None, :]
+        tl.store(tensors.dq_sums + at_sums, tl.zeros([BLOCK, DIM], tl.float32), mask=(d < DQ_DIM)[None, :])
 
 
 @triton.jit
@@ -173,6 +175,7 @@ def write_gradients_kernel(
     sm_scale,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
+    DQ_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -184,8 +187,8 @@ def write_gradients_kernel(
         if number < row_blocks:
             block = _find_block(batch, BLOCK, PACKED)
             m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
-            at_sums = (number.to(tl.int64) * BLOCK + m)[:, None] * DIM + d[None, :]
-            sums = tl.load(tensors.dq_sums + at_sums)
+            at_sums = (number.to(tl.int64) * BLOCK + m)[:, None] * DQ_DIM + d[None, :]
+            sums = tl.load(tensors.dq_sums + at_sums, mask=(d < DQ_DIM)[None, :])
             token_stride = batch.num_qo_heads * WIDTH.dim
             at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
             store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
@@ -363,14 +366,15 @@ def _bind(
     sums = sequences.cu_seqlens_q
     num_blocks = sequences.blocks(sums, seqlen_q, tile.block_m)
     row_blocks = batch * num_qo_heads * num_blocks
-    fixed = {"DIM": tile.dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
+    dq_dim = tile.keys.dims if tile.keys is not None and adds_dq else 0
+    fixed = {"DIM": tile.dim, "DQ_DIM": dq_dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
     of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
     dq_blocks = row_blocks if adds_dq else 0
     of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
     of_q |= {"row_blocks": dq_blocks, "PARTS": parts}
     sum_blocks = sum(-(-tensor.numel() // SUMMED.value) for tensor in (k, v)) if parts > 1 else 0
-    main, given, work = _bind_main(q, k, v, parts, sequences, tile, adds_dq)
-    sums_map = TensorMap([row_blocks * tile.block_m, tile.dim], [tile.dim, 1], [*DQ_BOX], _SUMS_LAYOUT)
+    main, given, work = _bind_main(q, k, v, parts, sequences, tile, dq_dim)
+    sums_map = TensorMap([row_blocks * tile.block_m, dq_dim], [dq_dim, 1], [*DQ_BOX], _SUMS_LAYOUT)
     return _Bound(
         prepare=BoundLaunch(prepare_rows_kernel, Grid(row_blocks, of_dout), _ROWS) if row_blocks else None,
         main=main if row_blocks else None,
@@ -391,7 +395,7 @@ def _bind(
         work=work._replace(num_row_blocks=num_blocks),
         parts=parts,
         rows_shape=(batch, num_qo_heads, num_blocks, 2, tile.block_m),
-        sums_shape=(row_blocks * tile.block_m, tile.dim) if adds_dq else None,
+        sums_shape=(row_blocks * tile.block_m, dq_dim) if adds_dq else None,
     )
 
 
@@ -402,10 +406,10 @@ def _bind_main(
     parts: int,
     sequences: Sequences,
     tile: BackwardTile,
-    adds_dq: bool,
+    dq_dim: int,
 ) -> tuple[BoundLaunch | None, Arguments, KeyWork]:
     """Prepares the launch that adds to dq_sums and writes dk and dv. Returns it, or None if there are no keys, with its
-    arguments, which do not hold tensors yet."""
+    arguments, which do not hold tensors yet. `dq_dim` is the width of the sums of dq, or 0 if it adds nothing to dq."""
     seqlen_q, num_qo_heads = q.shape[1:3]
     batch, seqlen_k, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
@@ -413,7 +417,7 @@ def _bind_main(
     num_runs = batch * num_kv_heads * parts
     blocks = FlashTile(tile.block_m, tile.block_n, 9, tile.num_stages)
     given = arguments(q, k, v, sequences, blocks, num_blocks)
-    head_bytes = seqlen_q * (4 * tile.dim * adds_dq + 2 * tile.dim + 2 * tile.dim_v)
+    head_bytes = seqlen_q * (4 * dq_dim + 2 * tile.dim + 2 * tile.dim_v)
     section = num_runs if sequences.tree is not None else min(num_runs, max(1, _SECTION_BYTES // head_bytes))
     constants = BackwardConstants(
         tile=tile,
@@ -422,7 +426,7 @@ def _bind_main(
         head_dim_v=v.shape[3],
         group_size=group_size,
         members=group_size // parts,
-        adds_dq=adds_dq,
+        adds_dq=dq_dim > 0,
     )
     fixed = {"scales": given.scales, "C": constants, "num_warps": 4, "maxnreg": REGISTERS}
     launch = BoundLaunch(hopper_backward_kernel, Grid(num_blocks * num_runs, fixed), _BROUGHT) if num_blocks else None

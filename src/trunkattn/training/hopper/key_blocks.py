@@ -40,6 +40,25 @@ class WideParts(NamedTuple):
     dv: WidePart
 
 
+class HeadPart(NamedTuple):
+    """Dims of a narrow head that one matrix product takes: `width` of them, a power of two, which start with dim
+    `begin`. `sums` is the layout of the sums [64, width], and `copy` the layout in which they are copied to memory."""
+
+    begin: int
+    width: int
+    sums: Any
+    copy: Any
+
+
+class NarrowHead(NamedTuple):
+    """A head of up to 128 dims: how many products take of it, the parts that they are divided into, and the layout in
+    which a tile is copied within shared memory."""
+
+    dims: int
+    parts: tuple[HeadPart, ...]
+    copy: Any
+
+
 class BackwardTile(NamedTuple):
     """Constants of the main loop.
 
@@ -47,15 +66,15 @@ class BackwardTile(NamedTuple):
         block_m, block_n: queries and keys of a block.
         consumers: which consumers run: `NARROW`, `PANELS` or `WIDE`.
         columns: queries in the scores of one warpgroup.
-        dim, dim_v: dims of keys and of values, padded.
+        dim, dim_v: dims of keys and of values in shared memory.
         key_panels, value_panels: how many panels of 64 dims of a key and of a value are loaded.
         num_stages, num_threads, stored: fields of the `PipelineShape` of the pipeline of queries.
         dout: the shape of the pipeline of dout.
         scores: the layout of the scores.
         panel: the layout of a product [64, 64].
         copy_panel: the layout in which a panel is copied.
-        dk, dv: layouts of their sums; None unless heads are narrow.
-        copy_k, copy_v: layouts in which dk and dv are copied to memory; None unless heads are narrow.
+        keys, head_values: narrow keys and values; None for others.
+        dq_widths: the dims of the part of dq that each of the two warpgroups computes of narrow heads; empty for others.
         parts: what each of the two warpgroups computes of wide heads; None for others.
     """
 
@@ -74,16 +93,26 @@ class BackwardTile(NamedTuple):
     scores: Any
     panel: Any
     copy_panel: Any
-    dk: Any
-    dv: Any
-    copy_k: Any
-    copy_v: Any
+    keys: NarrowHead | None
+    head_values: NarrowHead | None
+    dq_widths: tuple[int, ...]
     parts: tuple[WideParts, WideParts] | None
 
 
+@gluon.constexpr_function
 def product_layout(columns: int) -> gl.NVMMADistributedLayout:
     """Returns the layout of a warpgroup's matrix product [64, columns]."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+def _narrow_head(head_dim: int, width: int) -> NarrowHead:
+    """Returns the parts of a head, which products pad to 64, 96 or 128 dims. Its tile in shared memory has `width`."""
+    widths = (64,) if head_dim <= 64 else (64, 32) if head_dim <= 96 else (128,)
+    parts = tuple(
+        HeadPart(sum(widths[:number]), each, product_layout(each), copy_layout(each))
+        for number, each in enumerate(widths)
+    )
+    return NarrowHead(sum(widths), parts, copy_layout(width))
 
 
 def _part(panels: int, has_first: bool) -> WidePart:
@@ -120,6 +149,8 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
         columns, dim_v = _PANEL // 2, max(dim_v, _WIDEST_NARROW)
     narrow = consumers == NARROW
+    keys = _narrow_head(max(head_dim, dim // 2 + 1), dim) if narrow else None
+    dq_widths = () if keys is None else (_PANEL, keys.dims - _PANEL if dim > _PANEL else _PANEL)
     dout = PipelineShape(
         head_dim=dim_v,
         block_n=block_m,
@@ -143,10 +174,9 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         scores=product_layout(columns),
         panel=product_layout(_PANEL),
         copy_panel=copy_layout(_PANEL),
-        dk=product_layout(dim) if narrow else None,
-        dv=product_layout(dim_v) if narrow else None,
-        copy_k=copy_layout(dim) if narrow else None,
-        copy_v=copy_layout(dim_v) if narrow else None,
+        keys=keys,
+        head_values=_narrow_head(head_dim_v, dim_v) if narrow else None,
+        dq_widths=dq_widths,
         parts=_wide_parts(*panels) if consumers == WIDE else None,
     )
 

@@ -36,9 +36,12 @@ from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait, tma_a
 from trunkattn.training.hopper.key_blocks import (
     BAR_DOUT_EMPTY,
     BAR_Q_EMPTY,
+    BackwardConstants,
     BackwardTile,
+    NarrowHead,
     find_keys,
     own_keys,
+    product_layout,
     skips_blocks,
     weights,
 )
@@ -73,8 +76,8 @@ class _Given(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The sums dk and dv [64, dim] over queries, for the keys of a warpgroup. dk is not yet multiplied by sm_scale.
-    `scores` is sᵀ of the next block of queries, if it is computed ahead."""
+    """The sums dk and dv over queries, for the keys of a warpgroup, as tuples of parts [64, width]. dk is not yet
+    multiplied by sm_scale. `scores` is sᵀ of the next block of queries, if it is computed ahead."""
 
     dk: Any
     dv: Any
@@ -82,26 +85,82 @@ class _State(NamedTuple):
 
 
 @gluon.jit
+def _columns_of(tile, HEAD: gl.constexpr, PART: gl.constexpr):
+    """Returns the columns of a tile in shared memory that belong to a part."""
+    if len(HEAD.parts) == 1:
+        return tile
+    else:
+        BEGIN: gl.constexpr = HEAD.parts[PART].begin
+        WIDTH: gl.constexpr = HEAD.parts[PART].width
+        return tile.slice(BEGIN, WIDTH, dim=1)
+
+
+@gluon.jit
+def _start_product(own, block, HEAD: gl.constexpr, T: gl.constexpr):
+    """Starts the product [64, block_m] of the warpgroup's keys (or values) and a block of queries (or of dout)."""
+    BLOCK_M: gl.constexpr = T.block_m
+    SCORES: gl.constexpr = T.scores
+    product = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
+    for i in gl.static_range(len(HEAD.parts)):
+        columns = _columns_of(block, HEAD, i).permute((1, 0))
+        product = warpgroup_mma(_columns_of(own, HEAD, i), columns, product, use_acc=i > 0, is_async=True)
+    return product
+
+
+@gluon.jit
 def _start_scores(WARPGROUP: gl.constexpr, index, there, memory, T: gl.constexpr):
     """Starts the product sᵀ of block `index` of queries. If there is no such block (`there` is false), the product is
     not used, and it does not matter what the memory holds."""
-    BLOCK_M: gl.constexpr = T.block_m
-    SCORES: gl.constexpr = T.scores
     consumer_wait(Full(memory.q_full), index, T, there)
     q_tile = memory.q.index(index % T.num_stages)
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    # Sᵀ = K·Qᵀ
-    return warpgroup_mma(memory.k.index(WARPGROUP), q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    KEYS: gl.constexpr = T.keys
+    return _start_product(memory.k.index(WARPGROUP), q_tile, KEYS, T)  # Sᵀ = K·Qᵀ
 
 
 @gluon.jit
 def _start_dp(WARPGROUP: gl.constexpr, dout_tile, memory, T: gl.constexpr):
     """Starts the product dpᵀ of a block of queries."""
-    BLOCK_M: gl.constexpr = T.block_m
-    SCORES: gl.constexpr = T.scores
-    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_M], gl.float32, SCORES)
-    # dPᵀ = V·dOᵀ
-    return warpgroup_mma(memory.v.index(WARPGROUP), dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    VALUES: gl.constexpr = T.head_values
+    return _start_product(memory.v.index(WARPGROUP), dout_tile, VALUES, T)  # dPᵀ = V·dOᵀ
+
+
+@gluon.jit
+def _no_sums(HEAD: gl.constexpr):
+    sums: gl.tuple = ()
+    for i in gl.static_range(len(HEAD.parts)):
+        sums += (_no_sum(HEAD, i),)
+    return sums
+
+
+@gluon.jit
+def _no_sum(HEAD: gl.constexpr, PART: gl.constexpr):
+    WIDTH: gl.constexpr = HEAD.parts[PART].width
+    SUMS: gl.constexpr = HEAD.parts[PART].sums
+    return gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, SUMS)
+
+
+@gluon.jit
+def _operands(values, HEAD: gl.constexpr):
+    """Returns values [64, block_m] as operands of the products with each part."""
+    operands: gl.tuple = ()
+    for i in gl.static_range(len(HEAD.parts)):
+        operands += (_operand(values, HEAD, i),)
+    return operands
+
+
+@gluon.jit
+def _operand(values, HEAD: gl.constexpr, PART: gl.constexpr):
+    SUMS: gl.constexpr = HEAD.parts[PART].sums
+    return gl.convert_layout(values, gl.DotOperandLayout(0, SUMS, 2))
+
+
+@gluon.jit
+def _add_products(sums, operands, block, HEAD: gl.constexpr):
+    """Starts to add the products of the operands and a block of queries (or of dout) to the parts of sums."""
+    added: gl.tuple = ()
+    for i in gl.static_range(len(HEAD.parts)):
+        added += (warpgroup_mma(operands[i], _columns_of(block, HEAD, i), sums[i], is_async=True),)
+    return added
 
 
 @gluon.jit
@@ -109,8 +168,8 @@ def _zero_tail(WARPGROUP: gl.constexpr, q_tile, dout_tile, rows, T: gl.constexpr
     """Writes zeros behind the first `rows` rows of a block of queries and of its dout: each warpgroup to one of them,
     and both then read them. The other warpgroup's scores, which are computed ahead, may see these rows either way,
     because a mask drops them."""
-    COPY_K: gl.constexpr = T.copy_k
-    COPY_V: gl.constexpr = T.copy_v
+    COPY_K: gl.constexpr = T.keys.copy
+    COPY_V: gl.constexpr = T.head_values.copy
     if WARPGROUP == 0:
         zero_rows(q_tile, rows, COPY_K)
     else:
@@ -133,19 +192,23 @@ def _dim_panel(WARPGROUP: int, T: BackwardTile) -> int:
 
 @gluon.jit
 def _start_dq(WARPGROUP: gl.constexpr, buffer, narrow, T: gl.constexpr):
-    """Starts the product for a warpgroup's part of dq [64, 64], over the keys of both warpgroups. It reads dsᵀ of block
-    `buffer`, 0 or 1."""
+    """Starts the product for a warpgroup's part of dq, over the keys of both warpgroups. It reads dsᵀ of block `buffer`,
+    0 or 1."""
     PANELS: gl.constexpr = T.block_m // 64
     K_PANELS: gl.constexpr = T.dim // 64
     PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
     PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
-    DQ: gl.constexpr = T.panel
-    dq = gl.zeros([64, 64], gl.float32, DQ)
+    WIDTH: gl.constexpr = T.dq_widths[WARPGROUP]
+    DQ: gl.constexpr = product_layout(WIDTH)
+    dq = gl.zeros([64, WIDTH], gl.float32, DQ)
     ds_0 = narrow.ds_panels.index(2 * buffer * PANELS + PANEL_Q).permute((1, 0))
     ds_1 = narrow.ds_panels.index((2 * buffer + 1) * PANELS + PANEL_Q).permute((1, 0))
+    k_0, k_1 = narrow.loaded.k_panels.index(PANEL_D), narrow.loaded.k_panels.index(K_PANELS + PANEL_D)
+    if WIDTH < 64:
+        k_0, k_1 = k_0.slice(0, WIDTH, dim=1), k_1.slice(0, WIDTH, dim=1)
     # dQ = dS·K
-    dq = warpgroup_mma(ds_0, narrow.loaded.k_panels.index(PANEL_D), dq, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_1, narrow.loaded.k_panels.index(K_PANELS + PANEL_D), dq, is_async=True)
+    dq = warpgroup_mma(ds_0, k_0, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_1, k_1, dq, is_async=True)
 
 
 @gluon.jit
@@ -153,10 +216,14 @@ def _add_dq(WARPGROUP: gl.constexpr, dq, m, member, task, given, T: gl.constexpr
     """Starts to add a warpgroup's part of dq to memory."""
     PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
     PANEL_D: gl.constexpr = _dim_panel(WARPGROUP, T)
-    given.memory.dq.index(WARPGROUP).store(dq)
+    BOXES: gl.constexpr = T.dq_widths[WARPGROUP] // FLOAT_BOX
+    if BOXES == 2:
+        given.memory.dq.index(WARPGROUP).store(dq)
+    else:
+        given.memory.dq_boxes.index(2 * WARPGROUP).store(dq)
     fence_async_shared()
     row = (task.row_block + member * task.num_row_blocks + m) * T.block_m + PANEL_Q * 64
-    for part in gl.static_range(2):
+    for part in gl.static_range(BOXES):
         box = given.memory.dq_boxes.index(2 * WARPGROUP + part)
         tma_add(given.dq_desc, [row, PANEL_D * 64 + part * FLOAT_BOX], box)
 
@@ -169,8 +236,10 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     keys, memory = given.keys, given.memory.loaded
     BLOCK_M: gl.constexpr = T.block_m
     SCORES: gl.constexpr = T.scores
-    DK: gl.constexpr = T.dk
-    DV: gl.constexpr = T.dv
+    KEYS: gl.constexpr = T.keys
+    VALUES: gl.constexpr = T.head_values
+    KEY_PARTS: gl.constexpr = len(KEYS.parts)
+    VALUE_PARTS: gl.constexpr = len(VALUES.parts)
     AHEAD: gl.constexpr = 0 if skips_blocks(C) else 1
     stage, buffer = index % T.num_stages, index % 2
     q_tile, dout_tile = memory.q.index(stage), memory.dout.index(stage)
@@ -190,14 +259,14 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     p, sloped = weights(scores, shift, m * BLOCK_M, keys, MASK, C)
     if not AHEAD:
         dp = _start_dp(WARPGROUP, dout_tile, memory, T)
-    p_half = gl.convert_layout(p.to(q_tile.dtype), gl.DotOperandLayout(0, DV, 2))
-    dv = warpgroup_mma(p_half, dout_tile, state.dv, is_async=True)  # dV += Pᵀ·dO
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    p_half = _operands(p.to(q_tile.dtype), VALUES)
+    dv = _add_products(state.dv, p_half, dout_tile, VALUES)  # dV += Pᵀ·dO
+    dp = warpgroup_mma_wait(VALUE_PARTS, deps=(dp,))
     delta = memory.rows.index(2 * stage + 1).load(gl.SliceLayout(0, SCORES))
     ds = (sloped * (dp - delta[None, :])).to(q_tile.dtype)
-    ds_half = gl.convert_layout(ds, gl.DotOperandLayout(0, DK, 2))
-    dk = warpgroup_mma(ds_half, q_tile, state.dk, is_async=True)  # dK += dSᵀ·Q
-    dv, p_half = warpgroup_mma_wait(1, deps=(dv, p_half))
+    ds_half = _operands(ds, KEYS)
+    dk = _add_products(state.dk, ds_half, q_tile, KEYS)  # dK += dSᵀ·Q
+    dv = warpgroup_mma_wait(KEY_PARTS, deps=dv + p_half)[:VALUE_PARTS]
     consumer_release(index, BAR_DOUT_EMPTY, DOUT)
     if C.adds_dq:
         given.memory.ds.index(2 * buffer + WARPGROUP).store(ds)
@@ -207,12 +276,13 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     next_scores = state.scores
     if AHEAD:
         next_scores = _start_scores(WARPGROUP, index + 1, index + 1 < keys.count, memory, T)
+    LATER: gl.constexpr = AHEAD * KEY_PARTS
     ADDED: gl.constexpr = 2 if C.adds_dq else 0
-    dk, ds_half = warpgroup_mma_wait(ADDED + AHEAD, deps=(dk, ds_half))
+    dk = warpgroup_mma_wait(ADDED + LATER, deps=dk + ds_half)[:KEY_PARTS]
     consumer_release(index, BAR_Q_EMPTY, T)
     if C.adds_dq:
         tma.store_wait(0)
-        dq = warpgroup_mma_wait(AHEAD, deps=(dq,))
+        dq = warpgroup_mma_wait(LATER, deps=(dq,))
         _add_dq(WARPGROUP, dq, m, member, task, given, T)
     if AHEAD:
         next_scores = warpgroup_mma_wait(0, deps=(next_scores,))
@@ -249,14 +319,13 @@ def consume_narrow(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, narrow
     """Runs consumer warpgroup 0 or 1."""
     T: gl.constexpr = C.tile
     task, memory = find_keys(work, batch, C), narrow.loaded
-    DK: gl.constexpr = T.dk
-    DV: gl.constexpr = T.dv
-    DIM: gl.constexpr = T.dim
-    DIM_V: gl.constexpr = T.dim_v
-    COPY_K: gl.constexpr = T.copy_k
-    COPY_V: gl.constexpr = T.copy_v
-    dk = gl.zeros([WARPGROUP_ROWS, DIM], gl.float32, DK)
-    dv = gl.zeros([WARPGROUP_ROWS, DIM_V], gl.float32, DV)
+    COPY_K: gl.constexpr = T.keys.copy
+    COPY_V: gl.constexpr = T.head_values.copy
+    HEAD_DIM: gl.constexpr = C.head_dim
+    HEAD_DIM_V: gl.constexpr = C.head_dim_v
+    KEYS: gl.constexpr = T.keys
+    VALUES: gl.constexpr = T.head_values
+    dk, dv = _no_sums(KEYS), _no_sums(VALUES)
     own_first = task.first + WARPGROUP * WARPGROUP_ROWS
     if task.end > task.begin:
         n = own_first + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, T.scores))
@@ -274,12 +343,29 @@ def consume_narrow(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, narrow
         dk, dv = state.dk, state.dv
     tma.store_wait(0)
     consumers_meet()
-    token = task.out_row * batch.seqlen_k + task.begin_k + own_first
-    rows, num_heads = task.len_k - own_first, batch.num_qo_heads // C.group_size
     k_tile, v_tile = memory.k.index(WARPGROUP), memory.v.index(WARPGROUP)
-    IN_PARTS: gl.constexpr = C.members < C.group_size
-    OUT_K: gl.constexpr = DK if IN_PARTS else COPY_K
-    OUT_V: gl.constexpr = DV if IN_PARTS else COPY_V
-    dk = dk * scales.sm_scale
-    write_rows(k_tile, dk, work.dk, token, rows, task.kv_head, num_heads, 0, C.head_dim, OUT_K)
-    write_rows(v_tile, dv, work.dv, token, rows, task.kv_head, num_heads, 0, C.head_dim_v, OUT_V)
+    _write(dk, scales.sm_scale, k_tile, work.dk, own_first, task, batch, HEAD_DIM, KEYS, C)
+    _write(dv, 1.0, v_tile, work.dv, own_first, task, batch, HEAD_DIM_V, VALUES, C)
+
+
+@gluon.constexpr_function
+def _begin_of(HEAD: NarrowHead, PART: int) -> int:
+    return HEAD.parts[PART].begin
+
+
+@gluon.constexpr_function
+def _layout_of(HEAD: NarrowHead, PART: int, C: BackwardConstants) -> Any:
+    """The layout in which `write_rows` stores a part of dk or dv."""
+    return HEAD.parts[PART].sums if C.members < C.group_size else HEAD.parts[PART].copy
+
+
+@gluon.jit
+def _write(sums, factor, tile, out, first, task, batch, DIM: gl.constexpr, HEAD: gl.constexpr, C: gl.constexpr):
+    """Writes the parts of dk or dv of a warpgroup's keys, which begin with key `first`, multiplied by `factor`, through
+    the shared memory of the keys or values."""
+    token = task.out_row * batch.seqlen_k + task.begin_k + first
+    rows, num_heads = task.len_k - first, batch.num_qo_heads // C.group_size
+    for i in gl.static_range(len(HEAD.parts)):
+        place, begin = _columns_of(tile, HEAD, i), _begin_of(HEAD, i)
+        sum = sums[i] * factor
+        write_rows(place, sum, out, token, rows, task.kv_head, num_heads, begin, DIM, _layout_of(HEAD, i, C))
