@@ -56,6 +56,7 @@ GRID = tuple(
 WIDE = tuple(
     Shape(causal, 4, 4096, num_qo_heads, num_kv_heads, *head_dims)
     for num_qo_heads, num_kv_heads, *head_dims in (
+        (32, 32, 80),
         (32, 32, 96),
         (32, 8, 96),
         (16, 16, 192, 128),
