@@ -41,8 +41,13 @@ class WideParts(NamedTuple):
 
 
 class HeadPart(NamedTuple):
-    """Dims of a narrow head that one matrix product takes: `width` of them, a power of two, which start with dim
-    `begin`. `sums` is the layout of the sums [64, width], and `copy` the layout in which they are copied to memory."""
+    """Dims of a narrow head that one matrix product takes.
+
+    Attributes:
+        begin, width: the first dim, and how many there are, a power of two.
+        sums: the layout of the sums [64, width].
+        copy: the layout in which they are copied to memory.
+    """
 
     begin: int
     width: int
@@ -51,8 +56,13 @@ class HeadPart(NamedTuple):
 
 
 class NarrowHead(NamedTuple):
-    """A head of up to 128 dims: how many products take of it, the parts that they are divided into, and the layout in
-    which a tile is copied within shared memory."""
+    """A head of up to 128 dims.
+
+    Attributes:
+        dims: how many dims are multiplied. What lies behind them in shared memory is padding.
+        parts: the parts that they are divided into.
+        copy: the layout in which whole tiles are copied within shared memory.
+    """
 
     dims: int
     parts: tuple[HeadPart, ...]
@@ -74,7 +84,7 @@ class BackwardTile(NamedTuple):
         panel: the layout of a product [64, 64].
         copy_panel: the layout in which a panel is copied.
         keys, head_values: narrow keys and values; None for others.
-        dq_widths: the dims of the part of dq that each of the two warpgroups computes of narrow heads; empty for others.
+        dq_widths: dims of the part of dq of narrow heads that each of the two warpgroups computes; empty for others.
         parts: what each of the two warpgroups computes of wide heads; None for others.
     """
 
@@ -106,7 +116,7 @@ def product_layout(columns: int) -> gl.NVMMADistributedLayout:
 
 
 def _narrow_head(head_dim: int, width: int) -> NarrowHead:
-    """Returns the parts of a head, which products pad to 64, 96 or 128 dims. Its tile in shared memory has `width`."""
+    """Returns the parts of a head. It is padded to 64, 96 or 128 dims, and to `width` dims in shared memory."""
     widths = (64,) if head_dim <= 64 else (64, 32) if head_dim <= 96 else (128,)
     parts = tuple(
         HeadPart(sum(widths[:number]), each, product_layout(each), copy_layout(each))

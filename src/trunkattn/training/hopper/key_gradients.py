@@ -14,9 +14,12 @@ https://arxiv.org/abs/2307.08691):
 
 A soft cap multiplies ds by its slope. The shift includes the sinks.
 
-Each warpgroup computes one half of a block's dq, [64, 64], over all 128 keys. TMA adds it to memory in float32, in the
-order in which CTAs happen to run. So for deterministic gradients `query_gradients` computes dq, and the last line above
-is left out.
+Each warpgroup computes a part of a block's dq, [64, 64] or narrower, over all 128 keys. TMA adds it to memory in
+float32, in the order in which CTAs happen to run. So for deterministic gradients `query_gradients` computes dq, and the
+last line above is left out.
+
+The width of a tensor is a power of two. Heads of 72 to 96 therefore consist of two parts, of 64 and of 32 dims, which
+are columns of one tile in shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +61,7 @@ from trunkattn.training.hopper.key_loads import (
 class NarrowMemory(NamedTuple):
     """Shared memory of the consumers. `loaded` is a `KeyMemory`. `ds` holds dsᵀ of two blocks of queries, each in two
     parts, one for each warpgroup. `ds_panels` is the same memory in panels of 64 queries. `dq` holds each warpgroup's
-    part of a block's dq [64, 64], and `dq_boxes` is the same memory as TMA reads it."""
+    part of a block's dq, at most [64, 64], and `dq_boxes` is the same memory as TMA reads it."""
 
     loaded: Any
     ds: Any
@@ -76,7 +79,7 @@ class _Given(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The sums dk and dv over queries, for the keys of a warpgroup, as tuples of parts [64, width]. dk is not yet
+    """The sums dk and dv over queries, for the keys of a warpgroup, each as a tuple of parts [64, width]. dk is not yet
     multiplied by sm_scale. `scores` is sᵀ of the next block of queries, if it is computed ahead."""
 
     dk: Any
@@ -192,8 +195,8 @@ def _dim_panel(WARPGROUP: int, T: BackwardTile) -> int:
 
 @gluon.jit
 def _start_dq(WARPGROUP: gl.constexpr, buffer, narrow, T: gl.constexpr):
-    """Starts the product for a warpgroup's part of dq, over the keys of both warpgroups. It reads dsᵀ of block `buffer`,
-    0 or 1."""
+    """Starts the product for a warpgroup's part of dq, over the keys of both warpgroups. It reads dsᵀ of block
+    `buffer`, 0 or 1."""
     PANELS: gl.constexpr = T.block_m // 64
     K_PANELS: gl.constexpr = T.dim // 64
     PANEL_Q: gl.constexpr = _query_panel(WARPGROUP, T)
@@ -367,5 +370,5 @@ def _write(sums, factor, tile, out, first, task, batch, DIM: gl.constexpr, HEAD:
     rows, num_heads = task.len_k - first, batch.num_qo_heads // C.group_size
     for i in gl.static_range(len(HEAD.parts)):
         place, begin = _columns_of(tile, HEAD, i), _begin_of(HEAD, i)
-        sum = sums[i] * factor
-        write_rows(place, sum, out, token, rows, task.kv_head, num_heads, begin, DIM, _layout_of(HEAD, i, C))
+        values = sums[i] * factor
+        write_rows(place, values, out, token, rows, task.kv_head, num_heads, begin, DIM, _layout_of(HEAD, i, C))

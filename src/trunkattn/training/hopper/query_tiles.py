@@ -14,7 +14,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trunkattn.training.common import find_sequence, sequence_range_32
-from trunkattn.training.visibility import Depths, masked_block, masked_blocks, own_segment, path_keys, visible_keys
+from trunkattn.training.visibility import (
+    TREE_SEGMENT_COLUMNS,
+    TREE_SEGMENT_LEVEL,
+    Depths,
+    masked_block,
+    masked_blocks,
+    own_segment,
+    path_keys,
+    visible_keys,
+)
 
 
 class Tables(NamedTuple):
@@ -210,7 +219,8 @@ def walk_keys(step: gl.constexpr, state, given, tile, keys, tables, C: gl.conste
         state = step(state, at, False, given, MASKED, C)
     if C.variant.tree:
         top, segment = ranges.begin, keys.segment
-        for _ in range(gl.load(tables.segments + 4 * segment + 3) + 1):
+        level = gl.load(tables.segments + TREE_SEGMENT_COLUMNS * segment + TREE_SEGMENT_LEVEL)
+        for _ in range(level + 1):
             ranges, segment = path_keys(tables, segment, top, tile.first, keys.depths, tile.len_q, TILE, VARIANT)
             top = gl.minimum(top, ranges.begin)
             for number in range(masked_blocks(ranges, TILE)):
