@@ -1,6 +1,7 @@
 """The guide's table of who computes which pass of training is what the table of kernels says."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ def without_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "fa4_version", str)
 
 
-def who_computes(head_dims: tuple[int, int], is_grouped: bool) -> tuple[str, str]:
+def who_computes(head_dims: tuple[int, int], is_grouped: bool, is_long: bool = False) -> tuple[str, str]:
     """The forward and the backward pass on Hopper."""
-    config = spec.TrainingConfig(head_dims[0], torch.bfloat16, head_dims[1], is_grouped=is_grouped)
+    config = spec.TrainingConfig(head_dims[0], torch.bfloat16, head_dims[1], (), is_grouped, is_long)
     if choose(Work.BATCH, config, ASSUMED).kernel is not None:
         return "cuDNN", "cuDNN"
     names = [choose(work, config, ASSUMED).kernel for work in (Work.FORWARD, Work.BACKWARD)]
@@ -39,6 +40,17 @@ def test_every_head_dim_is_in_the_table_and_goes_where_it_says() -> None:
     }
     found = {(each, grouped): who_computes((each, each), grouped) for each in range(8, 257, 8) for grouped in (0, 1)}
     assert said == found
+
+
+def test_long_sequences_go_where_it_says() -> None:
+    queries, first, last = re.findall(
+        r"^From (\d,\d{3}) queries on, the forward pass of heads of (\d+) to (\d+) is ours", GUIDE, re.MULTILINE
+    )[0]
+    assert int(queries.replace(",", "")) == spec.LONG
+    for each, is_grouped in product(range(8, 257, 8), (False, True)):
+        usual = who_computes((each, each), is_grouped)
+        own = int(first) <= each <= int(last)
+        assert who_computes((each, each), is_grouped, is_long=True) == (("ours", "ours") if own else usual), each
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])

@@ -13,7 +13,7 @@ from trunkattn.numerics import padded_head_dim
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM: Final = 256  # above it accumulators do not fit the registers
-LONG: Final = 2048  # queries from which on some forward passes are faster than cuDNN's, as measured on an H200
+LONG: Final = 2048  # queries from which on cuDNN computes fewer forward passes, as measured on an H200
 
 
 class TrainingConfig(NamedTuple):
@@ -95,7 +95,7 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
 
 
 def _has_hopper_forward(config: TrainingConfig) -> bool:
-    """Whether the Hopper forward pass is faster than cuDNN's, and its backward pass, too."""
+    """Whether the Hopper forward pass is preferred to cuDNN's, and its backward pass, too."""
     return config.widest > 128 or (config.is_long and _NARROWEST_FORWARD <= config.widest <= _NARROW)
 
 
