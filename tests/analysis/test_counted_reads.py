@@ -41,28 +41,27 @@ def test_tokens_that_are_read_are_those_in_the_pages(
     logged = [prompt.logged(line, numbering) for line, prompt in enumerate(prompts, start=1)]
     size = EngineSize(num_pages, PAGE_SIZE, max_num_seqs, 40, policy, caching)
     engine, waiting, done = SimulatedEngine(size, TokenSource(logged)), list(logged), 0
-    while waiting or engine.scheduler.has_unfinished:
-        while waiting and (prompts[len(logged) - len(waiting)].step <= done or not engine.scheduler.has_unfinished):
+    cache, scheduler = engine.cache, engine.scheduler
+    while waiting or scheduler.has_unfinished:
+        while waiting and (prompts[len(logged) - len(waiting)].step <= done or not scheduler.has_unfinished):
             request = waiting.pop(0)
             engine.add(Job(request, request.num_output_tokens or 1))
-        cache, steps, count = engine.cache, engine.decodes(), 0
+        steps, count = engine.decodes(), 0
         if steps is not None:
             while count < steps.count and engine.run(1):
-                rows = [(cache.pages(each.request_id), each.num_computed_tokens) for each in engine.scheduler.running]
+                rows = [(cache.pages(each.request_id), each.num_computed_tokens) for each in scheduler.running]
                 assert (steps.tokens[count], steps.unique_tokens[count]) == counted(rows)
                 assert steps.decoding == len(rows)
                 count += 1
         if not count:
             steps = engine.schedule()
-            prompts_now = {chunk.request.request_id for chunk in steps.chunks}
-            rows = [
-                (cache.pages(each.request_id), each.num_computed_tokens + 1)
-                for each in engine.scheduler.running
-                if each.request_id not in prompts_now and each.num_computed_tokens >= each.num_prompt_tokens
-            ]
-            if policy == "chunked_prefill" or steps.decoding == len(rows):  # else some decodes wait for prompts
-                assert (steps.decoding, steps.tokens[0]) == (len(rows), counted(rows)[0])
-                assert steps.chunks or steps.unique_tokens[0] == counted(rows)[1]
-            count = 1
+            before = [(each, each.num_computed_tokens, cache.pages(each.request_id)) for each in scheduler.running]
             engine.update()
+            rows = [
+                (pages, start + 1)
+                for each, start, pages in before
+                if start >= each.num_prompt_tokens and each.num_computed_tokens == start + 1
+            ]
+            assert (steps.decoding, steps.tokens[0], steps.unique_tokens[0]) == (len(rows), *counted(rows))
+            count = 1
         done += count

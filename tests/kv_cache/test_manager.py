@@ -96,6 +96,7 @@ def test_a_second_request_shares_the_full_pages_of_the_prefix() -> None:
     assert manager.num_tokens("b") == 8
     assert manager.pages("b") == manager.pages("a")[:2]
     assert manager.num_pages_in_use == 3
+    assert [manager.num_pages_only_of(each) for each in ("a", "b", "ab", "aba")] == [1, 0, 3, 3]
     compute(manager, "b", [*ABC[:8], 77])
     assert manager.pages("b")[2] != manager.pages("a")[2]
 

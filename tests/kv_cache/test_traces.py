@@ -161,8 +161,12 @@ class CacheTraces(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
-        held = {page for request_id in self.model.requests for page in self.manager.pages(request_id)}
+        tables = {request_id: set(self.manager.pages(request_id)) for request_id in self.model.requests}
+        held = set().union(*tables.values())
         assert self.manager.num_pages_in_use == len(held)
+        some, rest = list(tables)[::2], list(tables)[1::2]
+        only = set().union(*map(tables.__getitem__, some)) - set().union(*map(tables.__getitem__, rest))
+        assert self.manager.num_pages_only_of(some) == len(only)
         assert self.manager.num_free_pages == self.manager.pool.num_pages - len(held)
         for page, slot in list(self.model.memory):
             if page not in held and page not in self.manager.index:

@@ -4,8 +4,9 @@ The method is PagedAttention's (Kwon et al., 2023, https://arxiv.org/abs/2309.06
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from trunkattn.kv_cache.page_pool import OutOfPages, PageCopy, PagePool
 from trunkattn.kv_cache.prefix_index import CachedBlock, PrefixIndex
@@ -116,6 +117,11 @@ class CacheManager:
     def num_pages_in_use(self) -> int:
         """Distinct pages that requests reference."""
         return self.pool.num_used
+
+    def num_pages_only_of(self, request_ids: Collection[Hashable]) -> int:
+        """Distinct pages that these requests reference and no other one does. The time is linear in their pages."""
+        references = Counter(chain.from_iterable(self._request(each).pages for each in set(request_ids)))
+        return sum(self.pool.refcount(page) == count for page, count in references.items())
 
     def pages(self, request_id: Hashable) -> tuple[int, ...]:
         """The request's pages in token order: token i is in page i // page_size, slot i % page_size."""

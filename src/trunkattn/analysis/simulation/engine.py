@@ -62,16 +62,21 @@ class Steps:
     """Steps that come next.
 
     Attributes:
-        decoding: sequences that decode, in each of them.
+        decodes: sequences that decode, in each of them.
         chunks: prompt chunks; only a single step has any.
         tokens: [steps] tokens that the decodes see, summed over sequences.
         unique_tokens: [steps] the same with each shared page counted once.
     """
 
-    decoding: int
+    decodes: list[Request]
     chunks: list[ScheduledChunk]
     tokens: NDArray[np.int64]
     unique_tokens: NDArray[np.int64]
+
+    @property
+    def decoding(self) -> int:
+        """Number of sequences that decode."""
+        return len(self.decodes)
 
     @property
     def count(self) -> int:
@@ -145,16 +150,14 @@ class SimulatedEngine:
         """The next step, which `update` completes."""
         waiting = len(self.scheduler.waiting)
         self._batch = batch = self.scheduler.schedule()
-        decodes = [chunk for chunk in batch.chunks if _is_decode(chunk)]
+        decodes = [chunk.request for chunk in batch.chunks if _is_decode(chunk)]
         prompts = [chunk for chunk in batch.chunks if not _is_decode(chunk)]
         forks = any(sample.parent is not None for sample in batch.samples)
         is_same = len(self.scheduler.waiting) == waiting and not prompts and not forks
         self._is_quiet = is_same and (not waiting or self.is_full or self._is_blocked(batch))
-        ends = np.fromiter((chunk.start + chunk.num_tokens for chunk in batch.chunks), np.int64, len(batch.chunks))
-        own = sum(chunk.start + chunk.num_tokens - (chunk.request.num_cached_tokens or 0) for chunk in prompts)
-        tokens = sum(chunk.start + 1 for chunk in decodes)
-        unique = min(tokens, max(0, self._unique_tokens(ends, self.cache.num_pages_in_use) - own))
-        return Steps(len(decodes), prompts, np.array([tokens]), np.array([unique]))
+        ends = _computed(decodes) + 1
+        unique = self._unique_tokens(ends, self._num_pages_of(decodes))
+        return Steps(decodes, prompts, np.array([ends.sum()]), np.array([unique]))
 
     def update(self) -> Ends:
         """Ends the step that `schedule` began."""
@@ -182,16 +185,15 @@ class SimulatedEngine:
         count = min(MAX_STRETCH, min(request.max_tokens - request.num_output_tokens for request in running) - 1)
         if count < 1:
             return None
-        seen = self._computed()[:, None] + np.arange(1, count + 1)
+        seen = _computed(running)[:, None] + np.arange(1, count + 1)
         new_pages = ((seen - 1) % self.cache.page_size == 0).sum(axis=0).cumsum()
-        tokens = seen.sum(axis=0)
-        unique = np.minimum(tokens, self._unique_tokens(seen, self.cache.num_pages_in_use + new_pages))
-        return Steps(len(running), [], tokens, unique)
+        unique = self._unique_tokens(seen, self.cache.num_pages_in_use + new_pages)
+        return Steps(list(running), [], seen.sum(axis=0), unique)
 
     def run(self, count: int) -> int:
         """Computes up to `count` steps of `decodes`, fewer if pages run out. Returns how many."""
         running, page_size = self.scheduler.running, self.cache.page_size
-        computed = self._computed()
+        computed = _computed(running)
         phases = (-computed) % page_size  # steps until a sequence needs a page
         by_phase = [np.nonzero(phases == phase)[0].tolist() for phase in range(page_size)]
         done = 0
@@ -216,9 +218,14 @@ class SimulatedEngine:
         self.cache.extend(request.request_id, num_tokens)
         self.cache.commit(request.request_id, request.token_ids, num_tokens)
 
-    def _computed(self) -> NDArray[np.int64]:
-        running = self.scheduler.running
-        return np.fromiter((request.num_computed_tokens for request in running), np.int64, len(running))
+    def _num_pages_of(self, decodes: list[Request]) -> int:
+        """Distinct pages of the sequences that decode in a step. Those of all other ones are fewer, so these are
+        looked at."""
+        if not decodes:
+            return 0
+        reading = {request.request_id for request in decodes}
+        others = [each.request_id for each in self.scheduler.running if each.request_id not in reading]
+        return self.cache.num_pages_in_use - self.cache.num_pages_only_of(others)
 
     def _unique_tokens(self, ends: NDArray[np.int64], pages: NDArray[np.int64] | int) -> Any:
         """Tokens in `pages` pages if no sequence shares its last page. ends: [sequences, ...] lengths."""
@@ -233,6 +240,10 @@ class SimulatedEngine:
         for chunk in batch.chunks:
             in_flight.add(chunk)
         return not in_flight.holds_next_page_of(self.scheduler.waiting[0])
+
+
+def _computed(requests: list[Request]) -> NDArray[np.int64]:
+    return np.fromiter((request.num_computed_tokens for request in requests), np.int64, len(requests))
 
 
 def _tokens(request: Request) -> LoggedTokens:

@@ -175,15 +175,14 @@ class TimedEngine:
         return self._prices.scaled(priced.times, counts, steps.tokens, steps.unique_tokens)
 
     def _price(self, steps: Steps, wants_tree: bool) -> _Priced:
-        running = [each for each in self.engine.scheduler.running if each.num_computed_tokens >= each.num_prompt_tokens]
-        seq_lens = np.array([request.num_computed_tokens + 1 for request in running], np.int32)
-        table = self._table.of(running, seq_lens)
+        seq_lens = np.array([request.num_computed_tokens + 1 for request in steps.decodes], np.int32)
+        table = self._table.of(steps.decodes, seq_lens)
         batch = DecodeBatch.of(table, seq_lens, self.engine.cache.page_size)
         if wants_tree:
-            self.album.add(self.time, batch, self.engine.keys(running))
+            self.album.add(self.time, batch, self.engine.keys(steps.decodes))
         times = self._prices.attention(batch)
         shares = self._prices.read_shares(batch)
-        return _Priced(len(running), int(steps.tokens[0]), int(steps.unique_tokens[0]), times, shares)
+        return _Priced(steps.decoding, int(steps.tokens[0]), int(steps.unique_tokens[0]), times, shares)
 
     def _record(self, steps: Steps, times: _StepTimes) -> None:
         """Lets the clocks go on over steps. times: of the first of them, which are all that were computed."""
