@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -97,3 +98,9 @@ def test_two_threads_of_python_may_compute_at_once(setting: str) -> None:
     environment |= dict([setting.split("=")])
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=600)
     assert done.stdout == "100 True\n", done.stderr
+
+
+def test_plain_python_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(ValueError, match="NUMBA_DISABLE_JIT is set: only plans are made"):
+        threads.kernel_address(_count)

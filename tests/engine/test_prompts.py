@@ -131,6 +131,12 @@ def test_a_damaged_template_says_what_is_wrong_with_it(llm: LLM, monkeypatch: An
         llm.chat([USER], chat_template_kwargs={"mood": "calm"})
 
 
+def test_a_template_that_writes_nothing_is_blamed(llm: LLM, monkeypatch: Any) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{% if false %}{{ messages }}{% endif %}")
+    with pytest.raises(ValueError, match=r"^messages=.*: the model's chat template writes nothing of it$"):
+        llm.chat([USER])
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Rome"}', {"city": "Rome"}])
 def test_a_call_of_a_history_is_what_the_server_makes_of_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, arguments: Any

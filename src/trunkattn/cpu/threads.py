@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from numba import types
@@ -92,6 +93,10 @@ def _take_calls_address() -> int:
 
 
 def _address(function: Any, *argument_types: Any) -> int:
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # Numba sets it at run time
+        raise ValueError(
+            "NUMBA_DISABLE_JIT is set: only plans are made in plain Python; unset it to compute attention on a CPU"
+        )
     compiled = function.get_compile_result(types.void(*argument_types))
     address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
     return address

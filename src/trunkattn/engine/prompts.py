@@ -169,6 +169,8 @@ def render_template(
     except Exception as error:  # a template is a program, and may raise anything
         reason = shown(str(error) or type(error).__name__, most=300)[1:-1]
         raise ValueError(f"{name}={shown(conversation)}: the model's chat template refuses it: {reason}") from error
+    if not text:
+        raise ValueError(f"{name}={shown(conversation)}: the model's chat template writes nothing of it")
     if hides_tools:
         raise ValueError(
             "tools: the model's chat template shows none, so the model would not see them; leave them out, or use a "
