@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.analysis.test_replay import PRICES, SIZE, log_of
+from tests.analysis.replays import PRICES, SIZE, log_of
 from trunkattn.analysis import analyze as module
 from trunkattn.analysis.analyze import analyze
 from trunkattn.analysis.parallel import run_all

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
-from tests.analysis.test_replay import PRICES
+from tests.analysis.replays import PRICES
 from trunkattn.analysis.pricing.memory import cache_pages
 from trunkattn.analysis.pricing.model_configs import CONFIGS
 from trunkattn.analysis.pricing.model_shape import model_shape, shape_of

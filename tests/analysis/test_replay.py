@@ -18,17 +18,10 @@ from trunkattn.analysis.simulation.sequences import TokenSource
 from trunkattn.analysis.simulation.timeline import MAX_MOMENTS, MAX_SNAPSHOTS
 from trunkattn.gpu.cards import card_named
 
+from .replays import PRICES, SIZE, log_of
+
 REAL_TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
-PRICES = Prices(model_shape("llama-3-8b"), card_named("NVIDIA H100"))
 WINDOWED = Prices(model_shape("gpt-oss-20b"), card_named("NVIDIA H100"))  # half of its layers see 128 tokens
-SIZE = EngineSize(num_pages=4000, max_num_seqs=64)
-
-
-def log_of(number: int, shared: int, own: int, output: int = 60, seconds: float = 0.05) -> list[LoggedRequest]:
-    """Prompts of `shared` blocks that all have and `own` ones of their own."""
-    blocks = [[*range(shared), *range(1000 * (i + 1), 1000 * (i + 1) + own)] for i in range(number)]
-    size = 16 * (shared + own)
-    return [LoggedRequest(i + 1, i * seconds, size, output, np.array(blocks[i], np.int64), 16) for i in range(number)]
 
 
 def at(requests: list[LoggedRequest], load: Load, size: EngineSize = SIZE) -> Replay:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trunkattn.engine import SamplingParams
 
-from .test_engine import EOS, make_engine, run
+from .fake_engine import EOS, make_engine, run
 
 
 def test_min_tokens_may_fill_the_context() -> None:

@@ -9,7 +9,7 @@ from trunkattn.engine import Engine, RequestOutput, SamplingParams
 from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
 from trunkattn.kv_cache.manager import CacheManager
 
-from .test_engine import make_engine, run, runner_of
+from .fake_engine import make_engine, run, runner_of
 
 
 def fail_for(engine: Engine, *tokens: int) -> None:

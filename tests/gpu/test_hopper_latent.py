@@ -18,7 +18,7 @@ from trunkattn.planner.work_list import UNLIMITED, TileList
 
 from .hopper_cases import OnCard, Recorder
 from .kernel_cases import make_card, plan_with
-from .test_latent import deepseek
+from .latent_cases import deepseek
 
 pytestmark = pytest.mark.slow
 

@@ -27,10 +27,10 @@ from trunkattn.reference import latent_attention
 
 from ..attention.cases import fraction
 from .kernel_cases import CPU, make_card
+from .latent_cases import LATENT, ROPE, SCALE, config_of, deepseek
 
 pytestmark = pytest.mark.slow
 
-LATENT, ROPE, SCALE = 32, 16, 24**-0.5
 TREE = TreeLevels((1, 2, 6), (32, 16, 9))
 
 
@@ -42,11 +42,6 @@ def card() -> Any:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         yield
-
-
-def config_of(heads: int, page_size: int = 16, **options: Any) -> AttentionConfig:
-    options = {"dtype": torch.float32, "sm_scale": SCALE, "latent_dim": LATENT} | options
-    return AttentionConfig(heads, 1, options["latent_dim"] + options.pop("rope", ROPE), page_size, **options)
 
 
 def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,11 +227,6 @@ def test_a_query_has_as_few_groups_of_heads_as_tiles_hold(
     tiles = spec.portable_tiles(config, hopper)
     assert (spec.head_groups(config, tiles), tiles[-1].block_m) == (portable_groups, portable_rows)
     assert spec.head_groups(AttentionConfig(8, 2, 64, 16, torch.bfloat16), tiles) == 2
-
-
-def deepseek(**options: Any) -> AttentionConfig:
-    given = {"dtype": torch.bfloat16, "latent_dim": 512, "rope": 64, "page_size": 64} | options
-    return config_of(given.pop("heads", 16), given.pop("page_size"), **given)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from trunkattn.planner.tiles.step import TiledStep
 
 from ..planner.specs import as_batch, forest_of
 from .kernel_cases import make_card
-from .test_latent import deepseek
+from .latent_cases import deepseek
 
 CARD, PAGE_SIZE = make_card(), 64
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

@@ -21,7 +21,7 @@ from trunkattn.engine.model.packed_linear import PackedHeadLinear, PackedLinear
 from trunkattn.engine.model.support import probe_attention
 
 from ..conftest import tiny_config
-from ..test_equality import GREEDY, NUM_TOKENS, SCENARIOS, prompts, run_twice
+from ..scenarios import GREEDY, NUM_TOKENS, SCENARIOS, prompts, run_twice
 
 NAMES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3")
 LATENT, ROPE = 48, 16
