@@ -294,6 +294,8 @@ def test_a_table_may_hold_long_texts_and_says_what_is_wrong(tmp_path: Path) -> N
     rows = ("prompt,output_tokens", "long " * 40_000 + ",5", "x,3")
     assert [request.num_prompt_tokens for request in read(tmp_path, *rows, name="log.csv")] == [50_000, 1]
     assert len(read(tmp_path, *rows, name="standard input")) == 2
+    body = json.dumps({"prompt": "a b c", "stop": ["x", "prompt", "y"]})
+    assert len(read(tmp_path, body, body, name="standard input")) == 2
     path = tmp_path / "latin.csv"
     path.write_bytes(b"prompt,output_tokens\n" + b"a,5\n" * 5000 + b"\xff,5\n")
     log = read_log(path)

@@ -174,9 +174,10 @@ def _begins_table(head: bytes, is_named: bool) -> bool:
     """Whether a file begins with the names of a table's columns. Where its own name does not say so, such as that of
     standard input, there are several, and one of them is known."""
     line, _, _ = head.partition(b"\n")
-    if is_named or b"," not in line:
-        return is_named and head[:1] not in (b"{", b"")
-    return not _COLUMNS.isdisjoint(cell.strip(b' "\r') for cell in line.split(b","))
+    if head[:1] in (b"{", b""):
+        return False
+    cells = line.split(b",")
+    return is_named or (len(cells) > 1 and not _COLUMNS.isdisjoint(cell.strip(b' "\r') for cell in cells))
 
 
 def _begins_document(head: bytes) -> bool:
