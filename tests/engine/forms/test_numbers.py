@@ -90,6 +90,16 @@ def test_a_strict_bound_of_any_size_is_not_allowed(bound: int) -> None:
         assert accepted(schema, [str(sign * bound), half]) == [half]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_large_strict_bound_leaves_the_next_integer(sign: int) -> None:
+    """From 2^51 on float64 has no four numbers between it and the bound."""
+    names = ("exclusiveMinimum", "minimum", "maximum") if sign > 0 else ("exclusiveMaximum", "maximum", "minimum")
+    strict, plain, other = names
+    schema: Any = {"type": "integer", strict: sign * 2**51, "anyOf": [{other: sign * (2**51 + 0.5)}, {}]}
+    assert separate_bounds(schema)
+    assert schema[plain] == sign * (2**51 + 1) and strict not in schema
+
+
 def test_a_grammar_writes_such_bounds_itself() -> None:
     with pytest.raises(ValueError, match=r"structured_outputs\.grammar: .*: expected minimum or maximum there"):
         grammar_of(StructuredOutputsParams(grammar=f"start: %json {json.dumps(SMALL)}"), FormLimits())

@@ -12,7 +12,8 @@ from trunkattn.validate import shown
 _MOST_EXACT: Final = 1 << 53  # float64 has all integers up to here
 _HIGHEST: Final = (1 << 63) - 1  # bounds beyond those of 64 bits are read as these
 _NEAREST: Final = 1e-30  # to zero, of the numbers that are allowed beside it
-_ULPS: Final = 4  # from any other integer to them: llguidance may read a number as the next one that float64 has
+# From any other integer to them, or 1 if that is less: llguidance may read a number as the next one that float64 has
+_ULPS: Final = 4
 
 
 class _Side(NamedTuple):
@@ -63,7 +64,7 @@ def separate_bounds(schema: Any) -> bool:
             low, high = sorted((bound, bound + sign))
             place = bisect_right(ends, low)  # there may be thousands, for each of thousands of bounds
             if place < len(ends) and ends[place] < high:
-                nearest = bound + sign * _ULPS * ulp(bound) if bound else sign * _NEAREST
+                nearest = bound + sign * min(_ULPS * ulp(bound), 1) if bound else sign * _NEAREST
                 part[plain] = sign * max(sign * part.get(plain, nearest), sign * nearest)
                 del part[strict]
                 changed = True
