@@ -115,6 +115,22 @@ def test_a_full_disk_keeps_no_code_of_another_version(own_cache: Path, monkeypat
         assert not is_cached() and is_cached()
 
 
+def test_one_warning_tells_of_files_that_cannot_be_made(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them has a name of its own, which the error names, too."""
+
+    def refuse(self: Any, name: str, data: Any) -> None:
+        refused.append(name)
+        raise OSError(122, "Disk quota exceeded", f"{name}.{len(refused)}")
+
+    refused: list[str] = []
+    compiled._warn_unkept.cache_clear()
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", refuse)
+    monkeypatch.setattr(compiled, "source_stamp", lambda: "of a newer version")
+    with pytest.warns(RuntimeWarning) as warned:
+        assert not is_cached() and not is_cached()
+    assert len(refused) == 2 and len(warned) == 1 and "(Disk quota exceeded)" in str(warned[0].message)
+
+
 def test_without_a_folder_functions_run_uncached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
     compiled.cache_folder.cache_clear()

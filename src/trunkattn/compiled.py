@@ -137,7 +137,7 @@ class _PackageCache(FunctionCache):
             with finished():
                 super().save_overload(sig, data)
         except Exception as error:
-            _warn_unkept(str(error))
+            _warn_unkept(getattr(error, "strerror", None) or str(error))  # without the file's name
 
 
 @cache
