@@ -11,7 +11,7 @@ from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import cudnn_forward, op, torch_cudnn
 from trunkattn.training.hopper import forward as hopper
 from trunkattn.training.sequences import Sequences
-from trunkattn.training.spec import UNEVEN, TrainingConfig
+from trunkattn.training.spec import UNEVEN, TrainingConfig, refuses_cudnn_forward
 
 NAME = "cuDNN forward"
 BF16 = torch.bfloat16
@@ -38,6 +38,19 @@ def test_it_is_taken_where_our_backward_pass_is_faster(
     assert chosen(config) == (NAME if not options and is_faster and not has_forward else "Hopper forward")
     assert chosen(config, Work.BACKWARD) == "Hopper backward"
     assert chosen(config, Work.BATCH) == ("cuDNN of PyTorch" if not options and not is_faster else None)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_what_it_says_of_hopper_kernels_is_said_where_they_compute(is_grouped: bool) -> None:
+    def why(head_dim: int, capability: int = 90, **changes: Any) -> str:
+        card = Card(ASSUMED.facts._replace(capability=capability), ASSUMED.model)
+        config = TrainingConfig(head_dim, BF16, head_dim, is_grouped=is_grouped)._replace(**changes)
+        return "; ".join(refuses_cudnn_forward(config, card))
+
+    faster = "2048 queries or more: the Hopper forward pass is faster"
+    assert why(80, is_long=True).endswith(faster)
+    assert why(256) == "head_dim 256, of values 256: expected multiples of 8 to 128"
+    assert "faster" not in why(80, 80, is_long=True) and "as fast" not in why(128, 80)
 
 
 def test_the_wider_of_keys_and_values_decides() -> None:

@@ -9,6 +9,7 @@ from trunkattn.gpu.cards import ASSUMED
 from trunkattn.gpu.portable.arguments import features
 from trunkattn.training.arguments import attention_shape, readable
 from trunkattn.training.hopper.key_blocks import backward_tile
+from trunkattn.training.hopper.key_loads import DQ_BOX
 from trunkattn.training.spec import (
     FlashTile,
     TrainingConfig,
@@ -116,6 +117,21 @@ def test_the_hopper_backward_pass_has_fewer_queries_then_keys_for_wide_heads(
     assert hopper_backward_tiles(config, ASSUMED) == (FlashTile(*sizes, 9, 2),)
     tile = backward_tile(*head_dims)
     assert (tile.block_m, tile.block_n) == sizes
+
+
+@pytest.mark.parametrize("head_dim", range(40, 129, 8))
+def test_parts_of_narrow_heads_hold_every_dim_once(head_dim: int) -> None:
+    """Of heads in memory, of their sums, and of dq, whichever width the values have."""
+    for head_dim_v in range(40, 129, 8):
+        tile = backward_tile(head_dim, head_dim_v)
+        assert tile.keys is not None and tile.head_values is not None
+        for head, dims, width in ((tile.keys, head_dim, tile.dim), (tile.head_values, head_dim_v, tile.dim_v)):
+            held = [dim for part in head.parts for dim in range(part.begin, part.begin + part.width)]
+            assert held == list(range(head.dims)) and dims <= head.dims <= width
+        # With blocks of 128 queries, each warpgroup computes dq of 64 of them; otherwise each computes some dims.
+        computed = tile.dq_widths[:1] if tile.block_m == 128 else tile.dq_widths
+        assert sum(computed) == tile.keys.dims and tile.dq_widths[0] == 64
+        assert all(width % DQ_BOX[1] == 0 for width in tile.dq_widths)
 
 
 def test_float32_is_multiplied_as_float32() -> None:

@@ -105,9 +105,9 @@ def refuses_cudnn_forward(config: TrainingConfig, card: Card) -> list[str]:
     reasons = _refuses_either_cudnn(config, card, _TORCH_CUDNN, 128)
     if refuses_fa4_backward(config, card):
         reasons += refuses_hopper_backward(config, card)
-        if config.widest > _NARROW and not config.is_grouped:
+        if not reasons and config.widest > _NARROW and not config.is_grouped:
             reasons.append(f"{_heads(config)}: cuDNN's backward pass is as fast as that of Hopper")
-        elif _has_hopper_forward(config):
+        elif not reasons and _has_hopper_forward(config):
             reasons.append(f"{_heads(config)}, {LONG} queries or more: the Hopper forward pass is faster")
     return reasons
 

@@ -63,8 +63,8 @@ class RowsTensors(NamedTuple):
         out, dout, dq: contiguous tensors in the dtype of q.
         lse, dlse: [batch, num_qo_heads, seqlen_q]. dlse may be None, which means 0.
         rows: shift and delta of each block of queries [batch, num_qo_heads, blocks, 2, block], float32.
-        dq_sums: dq of each block of queries [batch, num_qo_heads, blocks, block, dim], float32; None if
-            `query_gradients` computes dq.
+        dq_sums: dq of each block of queries [batch, num_qo_heads, blocks, block, `NarrowHead.dims` of keys], float32;
+            None if `query_gradients` computes dq.
         delta: delta [batch, num_qo_heads, seqlen_q], float32, if `query_gradients` computes dq; otherwise None.
         depths: in a tree with a window, the depth of each token [tokens]; otherwise None.
         block_depths: in a tree with a window, the smallest depth in each block [blocks]; otherwise None.

@@ -144,7 +144,7 @@ def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WidePart
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     """Returns the constants for heads of up to 256 dims.
 
-    NARROW, for heads of up to 128: each warpgroup owns 64 keys, and a block of queries has two panels of dq, one for
+    NARROW, for heads of up to 128: each warpgroup owns 64 keys, and a block of queries has two parts of dq, one for
     each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more.
     PANELS, for keys of up to 192 and values of up to 128: each warpgroup owns 64 keys, whose sums are panels.
     WIDE, for all others: both warpgroups share 64 keys, and each one owns some panels of them."""
@@ -159,6 +159,7 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
         consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
         columns, dim_v = _PANEL // 2, max(dim_v, _WIDEST_NARROW)
     narrow = consumers == NARROW
+    # Beside wider values, keys of up to 64 have a second part, of zeros: there is dq for both warpgroups
     keys = _narrow_head(max(head_dim, dim // 2 + 1), dim) if narrow else None
     dq_widths = () if keys is None else (_PANEL, keys.dims - _PANEL if dim > _PANEL else _PANEL)
     dout = PipelineShape(
