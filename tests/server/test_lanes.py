@@ -156,7 +156,7 @@ def test_many_log_probabilities_are_written_in_slices(server: Server, monkeypatc
     async def finished(*rest: Any) -> list[RequestOutput]:
         return [output]
 
-    monkeypatch.setattr(service, "finished", finished)
+    monkeypatch.setattr(service, "finished_outputs", finished)
     written = asyncio.run(Chat(service, body, Caller()).whole([]))
     assert len(json.loads(written)["choices"][0]["logprobs"]["content"]) == places
     assert count() > places
