@@ -5,6 +5,7 @@ and no step waits for its plan. (The counts of KV reads are fetched without a wa
 fetch arrives.)
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,7 +62,7 @@ class RowsOfRank:
         return self._lens[rows].copy_(local_lens.clamp(min=1)), self._nothing_local[rows]
 
 
-class DecodeBuilder(LayerGroup):
+class DecodeBuilder(LayerGroup, ABC):
     """Base of the builders for GPUs. Each layer spec has one plan of the rows that decode, which every step refills.
 
     A builder calls `init_decodes` when it is made. Its first step calls its `_allocate`.
@@ -115,22 +116,22 @@ class DecodeBuilder(LayerGroup):
             )
 
     @property
+    @abstractmethod
     def shares_requests(self) -> bool:
         """Whether several ranks hold a part of each request's keys."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decodes_of(self, step: Any) -> Any:
         """The part of a step that decodes, with its `plans`, `planned` rows and number of `requests`; None: there is
         none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def path_of(self, step: Any) -> str:
         """The path of a step for the counters, once it has run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step(self, batch: Any) -> Any:
         """Plans a step. batch: vLLM's `CommonAttentionMetadata`."""
-        raise NotImplementedError
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Plans a step; see TrunkAttentionBuilder.build. For a full CUDA graph the step has padding at its end: rows
