@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
@@ -73,6 +75,9 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"layer_types": ["linear_attention"] * 32}, "layers of type linear_attention, which are no attention"),
         ({"quantization_config": {"quant_method": "odd"}}, "quantized by 'odd', whose size is not known"),
         ({"torch_dtype": "int3"}, "its dtype is none of bfloat16"),
+        ({"num_kv_shared_layers": 20}, "its num_kv_shared_layers tells of layers that do not cache what others do"),
+        ({"global_head_dim": 512}, "its global_head_dim tells of layers that do not cache what others do"),
+        ({"v_head_dim": 64}, "its values have another head_dim"),
         ({"index_topk": 2048}, "its layers attend only to chosen tokens"),
         ({"mamba_d_state": 128, "attn_layer_period": 8}, "its mamba_d_state tells of layers that are no attention"),
         ({"linear_num_key_heads": 16, "full_attention_interval": 4}, "its linear_num_key_heads tells of layers"),
@@ -95,7 +100,14 @@ STRANGE: tuple[Any, ...] = ("128", -1, 1.5, True, [8], [[8]], {"a": 1}, "many", 
 FIELDS = (
     *("text_config", "quantization_config", "layer_types", "architectures", "model_type", "mlp_only_layers"),
     *("head_dim", "num_key_value_heads", "kv_lora_rank", "sliding_window", "sliding_window_pattern", "torch_dtype"),
-    *("num_local_experts", "moe_layer_freq", "first_k_dense_replace", "max_window_layers", "intermediate_size"),
+    *(
+        "mlp_layer_types",
+        "num_local_experts",
+        "moe_layer_freq",
+        "first_k_dense_replace",
+        "max_window_layers",
+        "intermediate_size",
+    ),
 )
 
 
@@ -113,7 +125,8 @@ def test_a_field_of_a_wrong_type_is_named_or_without_effect(field: str) -> None:
 
 def test_layers_with_experts_are_told_by_a_flag_each_or_from_one_on() -> None:
     experts = {**LLAMA, "num_experts": 8, "moe_k": 2, "moe_intermediate_size": 512}
-    for change in ({"moe_layer_freq": [0, 0] + [1] * 30}, {"moe_layer_start_index": 2}):
+    kinds = ["dense", "dense", *["sparse"] * 30]
+    for change in ({"moe_layer_freq": [0, 0] + [1] * 30}, {"moe_layer_start_index": 2}, {"mlp_layer_types": kinds}):
         assert len(shape_of("a", {**experts, **change}).experts) == 30
 
 
@@ -121,8 +134,35 @@ def test_layers_with_experts_are_told_by_a_flag_each_or_from_one_on() -> None:
     ("quantization", "share"), [({"quant_method": "fp8"}, 0.5), ({"quant_method": "awq", "bits": 4}, 0.25)]
 )
 def test_quantized_weights_are_smaller(quantization: dict[str, Any], share: float) -> None:
-    small = shape_of("a", {**LLAMA, "quantization_config": quantization})
-    assert small.bytes_read(1) == share * model_shape("llama-3-8b").bytes_read(1)
+    """Those of layers: the output layer and the token table keep their 16 bits."""
+    small, plain = shape_of("a", {**LLAMA, "quantization_config": quantization}), model_shape("llama-3-8b")
+    output = 2 * 4096 * 128_256
+    assert small.bytes_read(1) - output == share * (plain.bytes_read(1) - output)
+    assert small.total_bytes() - small.bytes_read(1) == plain.total_bytes() - plain.bytes_read(1) == output
+
+
+MODEL_TYPES = (
+    *("llama", "gemma2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "granitemoeshared", "exaone_moe", "afmoe"),
+    *("ernie4_5_moe", "starcoder2", "gpt_neox", "phi", "persimmon", "biogpt", "apertus", "arcee", "nanochat", "jais2"),
+)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_model_has_the_weights_that_transformers_makes(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type](vocab_size=4000, num_hidden_layers=6, max_position_embeddings=64)
+    with torch.device("meta"):
+        made = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    shape = shape_of("a", json.loads(config.to_json_string()))
+    experts = sum(each.count * each.numbers for each in shape.experts)
+    assert shape.dense_numbers + shape.table_numbers + experts == pytest.approx(made, rel=0.01)
+
+
+def test_a_token_table_is_the_output_layer_unless_a_config_tells_otherwise() -> None:
+    """transformers leaves out what is its default."""
+    tied = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    assert (shape_of("a", tied).table_numbers, shape_of("a", LLAMA).table_numbers) == (0, 4096 * 128_256)
 
 
 def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

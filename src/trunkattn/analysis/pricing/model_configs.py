@@ -14,6 +14,7 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
         "head_dim": 128,
         "intermediate_size": intermediate,
         "vocab_size": vocab,
+        "tie_word_embeddings": False,
     }
 
 
@@ -40,6 +41,7 @@ def _deepseek(hidden: int, layers: int, heads: int, experts: int, moe_size: int)
         "v_head_dim": 128,
         "n_routed_experts": experts,
         "moe_intermediate_size": moe_size,
+        "tie_word_embeddings": False,
     }
 
 

@@ -14,9 +14,15 @@ _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float3
 _MXFP4_BYTES: Final = 4.25 / 8  # bytes of an expert's weight, its share of the scale included
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 # Fields of configurations whose attention reads only selected tokens.
-_SPARSE_ATTENTION: Final = ("index_topk",)
+_SPARSE_ATTENTION: Final = ("index_topk", "index_topk_blocks")
 # Prefixes of fields that say that some layers are no attention over a KV cache.
 _OTHER_LAYERS: Final = ("mamba", "ssm_", "lru_", "linear_attn", "linear_num_", "hybrid_", "attn_type_list", "rwkv")
+# Fields that say that some layers cache other numbers than num_key_value_heads and head_dim tell, or none.
+_OTHER_CACHES: Final = ("num_kv_shared_layers", "per_layer_config", "global_head_dim", "num_global_", "swa_")
+# Models whose feed-forward parts multiply with two matrices. All others have a gate, which is a third one.
+_UNGATED: Final = frozenset(
+    ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
+)
 # In these models every n-th layer has full attention, the others a sliding window.
 _ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})
 
@@ -48,7 +54,8 @@ class ModelShape:
         experts: routed experts, of each layer that has some.
         table_numbers: weights of the token table, of which a step reads a few rows.
         vocab_size, hidden_size: of the output layer.
-        weight_bytes, expert_bytes: bytes of a weight.
+        weight_bytes, expert_bytes: bytes of a weight of a layer, and of one of a routed expert.
+        vocab_bytes: of a weight of the token table and the output layer, which quantization leaves as they are.
     """
 
     name: str
@@ -64,6 +71,12 @@ class ModelShape:
     hidden_size: int
     weight_bytes: float = 2.0
     expert_bytes: float = 2.0
+    vocab_bytes: float = 2.0
+
+    @property
+    def output_numbers(self) -> int:
+        """Weights of the output layer."""
+        return self.vocab_size * self.hidden_size
 
     @property
     def num_layers(self) -> int:
@@ -82,7 +95,12 @@ class ModelShape:
     def bytes_read(self, num_tokens: int) -> float:
         """Bytes of weights that a step of `num_tokens` tokens reads."""
         experts = sum(each.read(num_tokens) * each.numbers for each in self.experts)
-        return self.dense_numbers * self.weight_bytes + experts * self.expert_bytes
+        return self._dense_bytes + experts * self.expert_bytes
+
+    @property
+    def _dense_bytes(self) -> float:
+        layers = self.dense_numbers - self.output_numbers
+        return layers * self.weight_bytes + self.output_numbers * self.vocab_bytes
 
     def numbers_used(self) -> float:
         """Weights that a token is multiplied with."""
@@ -91,7 +109,7 @@ class ModelShape:
     def total_bytes(self) -> float:
         """Bytes of all weights."""
         experts = sum(each.count * each.numbers for each in self.experts)
-        return (self.dense_numbers + self.table_numbers) * self.weight_bytes + experts * self.expert_bytes
+        return self._dense_bytes + self.table_numbers * self.vocab_bytes + experts * self.expert_bytes
 
 
 def model_shape(model: str) -> ModelShape:
@@ -130,12 +148,13 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     heads = reader.number("num_attention_heads")
     latent = reader.number("kv_lora_rank", default=0) or None
     vocab = reader.number("vocab_size")
-    weight_bytes, expert_bytes = reader.bytes_per_weight()
+    weight_bytes, expert_bytes, vocab_bytes = reader.bytes_per_weight()
     if latent:
         head_dim, kv_heads = latent + reader.number("qk_rope_head_dim"), 1
     else:
         head_dim = reader.number("head_dim", default=hidden // heads)
         kv_heads = reader.number("num_key_value_heads", default=heads)
+        reader.refuse(reader.number("v_head_dim", default=head_dim) != head_dim, "its values have another head_dim")
     reader.refuse(not head_dim, "its heads have no elements")
     attention = reader.latent_numbers() if latent else hidden * head_dim * 2 * (heads + kv_heads)
     feed_forward = [reader.feed_forward(layer) for layer in range(num_layers)]
@@ -149,11 +168,13 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         windows=reader.windows(num_layers),
         dense_numbers=dense,
         experts=tuple(experts for _, experts in feed_forward if experts is not None),
-        table_numbers=0 if config.get("tie_word_embeddings") else vocab * hidden,
+        # transformers leaves out the field where both are one, which is its default
+        table_numbers=0 if config.get("tie_word_embeddings", True) else vocab * hidden,
         vocab_size=vocab,
         hidden_size=hidden,
         weight_bytes=weight_bytes,
         expert_bytes=expert_bytes,
+        vocab_bytes=vocab_bytes,
     )
 
 
@@ -201,6 +222,8 @@ class _Reader:
         has_encoder = config.get("is_encoder_decoder") or "ForMaskedLM" in str(config.get("architectures"))
         self.refuse(bool(has_encoder), "it has an encoder")
         self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend only to chosen tokens")
+        caches = [name for name, value in config.items() if name.startswith(_OTHER_CACHES) and value]
+        self.refuse(bool(caches), f"its {', '.join(caches[:1])} tells of layers that do not cache what others do")
         if config.get("layer_types") is None:  # else these say it
             others = [name for name, value in config.items() if name.startswith(_OTHER_LAYERS) and value]
             why = f"its {others[0]} tells of layers that are no attention over a KV cache" if others else ""
@@ -219,20 +242,24 @@ class _Reader:
     def feed_forward(self, layer: int) -> tuple[int, Experts | None]:
         """Weights of a layer's feed-forward part that every token uses, and its routed experts."""
         hidden = self.number("hidden_size")
+        matrices = 2 if str(self.config.get("model_type")) in _UNGATED else 3
         count = self.number("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", default=0)
         if not count or self.is_dense(layer):
-            return 3 * hidden * self.number("intermediate_size"), None
+            return matrices * hidden * self.number("intermediate_size"), None
         size = self.number("moe_intermediate_size", "intermediate_size")
-        shared = self.number("shared_expert_intermediate_size", default=0)
-        shared += self.number("n_shared_experts", default=0) * size
+        shared = self.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+        shared += self.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0) * size
         per_token = self.number("num_experts_per_tok", "num_experts_per_token", "moe_k")
         self.refuse(per_token > count, f"a token chooses {per_token} of its {count} experts")
-        return 3 * hidden * shared + hidden * count, Experts(count, per_token, 3 * hidden * size)
+        numbers = matrices * hidden
+        return numbers * shared + hidden * count, Experts(count, per_token, numbers * size)
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer of a model with routed experts has none."""
-        if layer < self.number("first_k_dense_replace", "moe_layer_start_index", default=0):
+        if layer < self.number("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", default=0):
             return True
+        if isinstance(kinds := self.config.get("mlp_layer_types"), list):  # a name for each layer
+            return kinds[layer : layer + 1] != ["sparse"]
         if isinstance(self.config.get("moe_layer_freq"), list):  # a flag for each layer
             return not any(self.integers("moe_layer_freq")[layer : layer + 1])
         every = self.number("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval", default=1)
@@ -258,18 +285,18 @@ class _Reader:
         self.refuse(window is None and "sliding_attention" in types, "its sliding_window is not told")
         return tuple(window if each == "sliding_attention" else None for each in types)
 
-    def bytes_per_weight(self) -> tuple[float, float]:
-        """Bytes of a weight, and of one of a routed expert."""
+    def bytes_per_weight(self) -> tuple[float, float, float]:
+        """Bytes of a weight of a layer, of a routed expert, and of the token table and the output layer."""
         plain = _DTYPE_BYTES.get(str(self.config.get("torch_dtype") or self.config.get("dtype") or "bfloat16"))
         self.refuse(plain is None, f"its dtype is none of {', '.join(_DTYPE_BYTES)}")
         assert plain is not None
         quantization = self.mapping("quantization_config")
         method, bits = quantization.get("quant_method"), quantization.get("bits")
         if method == "mxfp4":
-            return plain, _MXFP4_BYTES
+            return plain, _MXFP4_BYTES, plain
         if method == "fp8":
-            return 1.0, 1.0
+            return 1.0, 1.0, plain
         if isinstance(bits, int) and not isinstance(bits, bool) and bits > 0:
-            return bits / 8, bits / 8
+            return bits / 8, bits / 8, plain
         self.refuse(bool(quantization), f"its weights are quantized by {method!r}, whose size is not known here")
-        return plain, plain
+        return plain, plain, plain

@@ -214,8 +214,8 @@ class Prices:
         shape, times, cards = self.shape, self.times, self.tensor_parallel
         num_tokens = num_decodes + num_prompt_tokens
         bytes_us = shape.bytes_read(num_tokens) / cards / self.card.model.times.bytes_per_us
-        head = shape.vocab_size * shape.hidden_size
-        flops = 2 * ((shape.numbers_used() - head) * num_tokens + head * num_sequences) / cards
+        layers = shape.numbers_used() - shape.output_numbers
+        flops = 2 * (layers * num_tokens + shape.output_numbers * num_sequences) / cards
         rate = times.prompt_flops_per_us if num_prompt_tokens else times.flops_per_us
         weights_us = (bytes_us**_SHARPNESS + (flops / rate) ** _SHARPNESS) ** (1 / _SHARPNESS)
         return OtherTimes(
