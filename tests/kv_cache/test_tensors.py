@@ -43,6 +43,11 @@ def test_a_cache_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_a_cache_lies_on_its_device() -> None:
+    keys, _ = make(device="meta", dtype=torch.bfloat16).layer(0)
+    assert (keys.device.type, keys.dtype, keys.shape) == ("meta", torch.bfloat16, (5, 4, 3, 8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_layers_are_zeroed_views_of_one_allocation(dtype: torch.dtype) -> None:
     cache = make(dtype=dtype)
@@ -89,6 +94,7 @@ def test_the_sizes_of_a_latent_cache_are_checked() -> None:
     for latent_dim in (0, 8, 2.5):
         with pytest.raises((TypeError, ValueError), match=rf"latent_dim={latent_dim}: expected an integer"):
             make(num_kv_heads=1, latent_dim=latent_dim)
+    assert [make(num_kv_heads=1, latent_dim=latent_dim).layer(0)[1] for latent_dim in (1, 7)] == [None, None]
     with pytest.raises(ValueError, match="num_kv_heads=3: expected 1 with latent_dim"):
         make(latent_dim=6)
 
@@ -96,8 +102,8 @@ def test_the_sizes_of_a_latent_cache_are_checked() -> None:
 def test_copy_pages_copies_keys_and_values_of_every_layer() -> None:
     cache = make()
     expected = fill(cache)
-    cache.copy_pages([PageCopy(1, 3), PageCopy(0, 4)])
-    expected[:, :, 3] = expected[:, :, 1]
+    cache.copy_pages([PageCopy(4, 3), PageCopy(0, 4)])
+    expected[:, :, 3] = expected[:, :, 4]
     expected[:, :, 4] = expected[:, :, 0]
     assert torch.equal(contents(cache), expected)
 
@@ -128,6 +134,10 @@ def test_layer_index_is_checked(index: int) -> None:
 
 @pytest.mark.parametrize("name", ["num_layers", "num_pages", "page_size", "num_kv_heads", "head_dim"])
 def test_sizes_are_checked(name: str) -> None:
+    sizes = {size: value for size, value in SIZES.items() if size != "num_pages"}
+    if name in sizes:
+        with pytest.raises(ValueError, match=f"{name}=0: expected an integer of at least 1"):
+            KVCache.bytes_per_page(**(sizes | {name: 0}))
     with pytest.raises(ValueError, match=f"{name}=0: expected an integer of at least 1"):
         make(**{name: 0})
     with pytest.raises(TypeError, match=rf"{name}=2\.5: expected an integer of at least 1"):
