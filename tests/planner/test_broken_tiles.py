@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, query_positions
 from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START, TileList
 
-from .specs import make_batch
-from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles
+from .specs import as_batch, make_batch
+from .tile_cases import TREE_BATCH, cases, make_rule, tile, tree_tiles, unnested
 
 Change = Callable[[TileList], TileList]
 
@@ -119,6 +120,7 @@ CUT = [
     (changed("merge_ranges", (0, 0), 1), NOT_MERGED),
     (lambda tiles: replace(tiles, merge_queries=tiles.merge_queries[[0, *range(len(tiles.merge_queries) - 1)]]),
      "a query's output is not written exactly once"),
+    (lambda tiles: replace(tiles, num_slots=tiles.num_slots - 1), r"partial slot \d+ is written, but there is"),
 ]  # fmt: skip
 
 
@@ -128,6 +130,17 @@ def test_broken_slots_merges_and_order_are_found(break_it: Change, message: str)
     assert len(tile_list.merge_queries) > 1
     with pytest.raises(AssertionError, match=message):
         check_tiles(break_it(tile_list), TREE_BATCH, rule)
+
+
+def test_an_item_of_a_taller_tile_that_merges_is_found() -> None:
+    """A trunk of 16 requests is one tall item, which four low ones merge."""
+    batch, rule = as_batch(tree_batch(parse_tree("1,16_512,20"), 16)), unnested(make_rule(4, 16, 1, num_kv_heads=2))
+    tiling = next(tiling for tiling in candidates(rule) if tiling.name(rule) == "64x64+16x64")
+    tile_list = tile(rule, tiling, batch)
+    assert tile_list.counts.tolist() == [0, 0, 1, 5, 5]
+    check_tiles(tile_list, batch, rule)
+    with pytest.raises(AssertionError, match="an item of a taller tile than the lowest merges"):
+        check_tiles(changed("counts", 3, -1)(tile_list), batch, rule)
 
 
 def test_a_bucket_out_of_order_is_found() -> None:

@@ -114,6 +114,13 @@ def test_a_broken_work_list_is_found(break_it: Callable[[WorkList], None], messa
         check_plan(planned)
 
 
+def test_an_item_that_has_only_some_of_a_query_s_pages_is_found() -> None:
+    planned = work_list()
+    planned.work.items[3, [KV_ROW, KV_START]] = 0, 6  # the last two tokens that rows 0 and 1 share, and six of row 0
+    with pytest.raises(AssertionError, match="item 3 reads the pages of row 0, but query 2 of row 1 has others"):
+        check_plan(planned)
+
+
 def test_a_query_that_is_not_merged_is_found() -> None:
     planned = work_list()
     work = replace(planned.work, merge_queries=planned.work.merge_queries[:-1])

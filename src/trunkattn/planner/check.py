@@ -216,3 +216,5 @@ def _check_tile_slots(tiles: TileList) -> None:
     twice = written[1:][np.diff(written) == 0]
     assert len(twice) == 0, f"partial slot {twice[0]} is written twice"
     assert np.array_equal(merged, written), "a partial slot is written and not merged once, or merged and not written"
+    last = int(written.max(initial=-1))
+    assert last < tiles.num_slots, f"partial slot {last} is written, but there is memory for {tiles.num_slots}"
