@@ -43,6 +43,17 @@ def test_models_have_as_many_weights_as_they_are_said_to_have(name: str, billion
     assert shape.num_layers == layers
 
 
+@pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 13.8), ("gpt-oss-120b", 65.2)])
+def test_experts_of_4_bits_take_as_much_as_their_files(name: str, gigabytes: float) -> None:
+    assert model_shape(name).total_bytes() / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
+def test_a_weight_takes_the_bytes_of_its_dtype(dtype: str, width: int) -> None:
+    for field in ("dtype", "torch_dtype"):
+        assert shape_of("a", {**LLAMA, field: dtype}).total_bytes() == pytest.approx(width * 8.03e9, rel=1e-3)
+
+
 def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     shape = model_shape("qwen3-30b-a3b")
     assert shape.numbers_used() / 1e9 == pytest.approx(3.0, rel=0.05)

@@ -69,9 +69,9 @@ class ModelShape:
     table_numbers: int
     vocab_size: int
     hidden_size: int
-    weight_bytes: float = 2.0
-    expert_bytes: float = 2.0
-    vocab_bytes: float = 2.0
+    weight_bytes: float
+    expert_bytes: float
+    vocab_bytes: float
 
     @property
     def output_numbers(self) -> int:
