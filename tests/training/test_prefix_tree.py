@@ -216,7 +216,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("parents is a NoneType: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
     ("lengths has 1 entries: expected 2, one for each", lambda: PrefixTree.from_segments([-1, 0], [1])),
     ("lengths[1]=0: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 0])),
+    ("lengths[1]=1.5: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 1.5])),  # type: ignore
+    ("lengths[0]=True: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1], [True])),
     ("parents[1]=2: expected an integer from -1 to 1", lambda: segments(-1, 2)),
+    ("parents[1]=-2: expected an integer from -1 to 1", lambda: segments(-1, -2)),
     ("parents has a cycle, 1 -> 2 -> 1: expected that every path ends at a root", lambda: segments(-1, 2, 1)),
     ("parents has a cycle, 0 -> 0: expected", lambda: segments(0)),
     ("parents[0]=1: expected -1 or a segment on the path to the one before", lambda: segments(1, -1)),
@@ -261,8 +264,9 @@ def test_the_most_tokens_that_an_error_names_are_taken() -> None:
 
 def test_numpy_integers_are_lengths() -> None:
     """200 + 100 is 44 in their own eight bits."""
-    tree = PrefixTree.from_segments(np.array([-1, 0]), np.array([200, 100], np.uint8))
-    assert (tree.num_tokens, tree.lengths) == (300, (200, 100)) and type(tree.lengths[0]) is int
+    for lengths in (np.array([200, 100], np.uint8), [np.uint8(200), np.uint8(100)]):
+        tree = PrefixTree.from_segments(np.array([-1, 0]), lengths)
+        assert (tree.num_tokens, tree.lengths) == (300, (200, 100)) and type(tree.lengths[0]) is int
     q = torch.randn(300, 2, 8)
     assert torch.equal(flash_attention(q, q, q, tree=tree), flash_attention(q[None], q[None], q[None], True)[0])
 
