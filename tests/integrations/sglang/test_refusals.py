@@ -10,6 +10,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration as Gemma3
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
@@ -18,7 +19,7 @@ from trunkattn.integrations.sglang import layers, versions
 from trunkattn.integrations.sglang.route import choose
 
 from .engine import OPTIONS
-from .fakes import make_runner
+from .fakes import Step, make_runner
 
 
 def refused(*given: Any, **changes: Any) -> str:
@@ -154,14 +155,15 @@ def test_an_unknown_option_of_a_layer() -> None:
         backend.forward_decode(q, None, None, layer, SimpleNamespace(), score_mod=abs)
 
 
-def test_a_step_of_another_mode() -> None:
-    backend = choose(make_runner())
-    no = {f"is_{name}": lambda: False for name in ("idle", "decode", "extend")}
-    step = SimpleNamespace(
-        forward_mode=SimpleNamespace(name="TARGET_VERIFY", **no), seq_lens=torch.tensor([3]), out_cache_loc=None,
-        req_pool_indices=torch.tensor([1]),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="a step of mode TARGET_VERIFY"):
+@pytest.mark.parametrize(
+    "mode", [mode for mode in ForwardMode if mode.name not in ("EXTEND", "MIXED", "DECODE", "IDLE")]
+)
+def test_a_step_of_another_mode(mode: ForwardMode) -> None:
+    """Some of them are prompts in SGLang's words, but not causal."""
+    runner = make_runner()
+    backend, step = choose(runner), Step([3], [40]).batch(runner)
+    step.forward_mode = mode
+    with pytest.raises(ValueError, match=f"a step of mode {mode.name}: TrunkAttention expects prompts or decoding"):
         backend.init_forward_metadata(step)
 
 

@@ -120,7 +120,7 @@ class TrunkBackend(AttentionBackend):
         rows, lens = batch.req_pool_indices, batch.seq_lens.to(torch.int32)
         if batch.forward_mode.is_decode():
             return HostStep(rows, lens, None, "decode", longest)
-        if not batch.forward_mode.is_extend():
+        if not versions.is_prompts(batch.forward_mode):
             raise ValueError(
                 f"a step of mode {batch.forward_mode.name}: TrunkAttention expects prompts or decoding; choose another "
                 "attention back end"
@@ -202,7 +202,7 @@ class TrunkBackend(AttentionBackend):
         attention.run(plan, q[:rows], *self._caches(layer.layer_id), out=out[:rows], **options)
         if rows < len(out):
             out[rows:].zero_()
-        return out.view(len(out), -1)
+        return out.flatten(1)
 
     def _kind(self, layer: Any, sinks: bool) -> LayerKind:
         kind = self._kinds.get(layer)

@@ -95,7 +95,7 @@ class TrunkCudaBackend(TrunkBackend):
         if mode.is_decode():
             return DeviceStep(rows, 0, "decode") if 0 < rows <= self._most_rows else None
         lens, queries = (getattr(batch, name, None) for name in ("seq_lens_cpu", "extend_seq_lens_cpu"))
-        is_prompts = mode.is_extend() and not mode.is_mixed() and not is_idle(batch)
+        is_prompts = versions.is_prompts(mode) and not mode.is_mixed() and not is_idle(batch)
         if not self._most_prompt_tokens or not is_prompts or lens is None or queries is None:
             return None
         query_lens = torch.as_tensor(queries, dtype=torch.int64, device="cpu")

@@ -131,6 +131,12 @@ def backends(runner: Any) -> tuple[str, str]:
     return str(prefill), str(decode)
 
 
+def is_prompts(mode: Any) -> bool:
+    """Whether a step of this mode is of prompts, with or without decodes. SGLang's `is_extend` is true also of modes
+    whose tokens do not all see causally, such as drafts to verify and diffusion."""
+    return mode.name in ("EXTEND", "MIXED")
+
+
 def most_prompt_tokens(options: Any) -> int:
     """Most query tokens of a step of prompts, but for single prompts that are longer and are not cut; 0: not known."""
     sizes = (getattr(options, name, None) for name in ("chunked_prefill_size", "max_prefill_tokens"))
