@@ -296,7 +296,10 @@ def check_safetensors(path: Path) -> list[str]:
         ValueError: the file does not exist, is damaged or incomplete, or has a quantized tensor.
     """
     if not path.is_file():
-        raise ValueError(f"model={str(path)!r}: there is no such file; expected {EXPECTED_MODEL}")
+        raise ValueError(
+            f"model={str(path)!r}: there is no such file, and no {SAFETENSORS_INDEX} that names its parts; expected "
+            f"{EXPECTED_MODEL}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 it is no mapping

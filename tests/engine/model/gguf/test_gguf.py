@@ -27,10 +27,13 @@ RAMP = [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
 
 
 def write_gguf(
-    path: Path, keys: Mapping[str, Any] | None = None, tensors: Mapping[str, Sequence[float]] | None = None
+    path: Path,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Sequence[float]] | None = None,
+    **options: Any,
 ) -> Path:
-    """A tiny random Llama, always the same, with a byte-level tokenizer."""
-    random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
+    """A tiny random Llama, always the same, with a byte-level tokenizer. options: of the package's writer."""
+    random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama", **options)
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(2)
@@ -368,6 +371,24 @@ def test_tokens_that_end_a_turn_end_answers(tmp_path: Path) -> None:
 def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r}"):
         inspect_model(write_gguf(tmp_path / "m.gguf", {key: value}))
+
+
+@pytest.mark.parametrize("small_first_shard", [False, True])
+def test_each_part_of_a_model_is_refused_as_one(tmp_path: Path, small_first_shard: bool) -> None:
+    """Only the first says which model it is, and it may hold no tensor."""
+    write_gguf(tmp_path / "m.gguf", split_max_tensors=9, small_first_shard=small_first_shard)
+    parts = sorted(tmp_path.glob("m-0000*-of-0000*.gguf"))
+    assert len(parts) == 3 + small_first_shard
+    for part in parts:
+        with pytest.raises(ValueError, match=f"split.count={len(parts)} says that it is one part of a model; merge"):
+            inspect_model(part)
+
+
+def test_a_file_that_names_no_architecture_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
+    with pytest.raises(ValueError, match=re.escape("it has no key general.architecture; expected")):
+        inspect_model(path)
 
 
 SAMPLING = {"temp": 0.25, "top_k": 20, "top_p": 0.5, "min_p": 0.125, "penalty_repeat": 1.0, "penalty_last_n": 64}

@@ -125,8 +125,12 @@ def gguf_config(header: GgufHeader) -> PretrainedConfig:
 def _check_file(header: GgufHeader) -> None:
     """Raises ValueError unless the file holds one whole model, and every key of its tokenizer and of sampling is known.
     Other keys outside of the architecture only describe the file's origin."""
-    gguf_sampling(header)
     kind, parts = header.keys.get("general.type", "model"), header.keys.get("split.count", 1)
+    if parts not in (0, 1):  # of which only the first may say what the model is
+        raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
+    if "general.architecture" not in header.keys:
+        raise ValueError("it has no key general.architecture; expected a whole GGUF file of a model")
+    gguf_sampling(header)
     if kind != "model":
         raise ValueError(f"its key general.type={kind!r} says that it is no model; expected 'model'")
     for names in REQUIRED:
@@ -140,8 +144,6 @@ def _check_file(header: GgufHeader) -> None:
             f"its key {header.architecture}.block_count={plain(repr(layers), 80)}: expected at most "
             f"{len(header.tensors)}, the number of its tensors"
         )
-    if parts not in (0, 1):
-        raise ValueError(f"its key split.count={parts} says that it is one part of a model; merge them with gguf-split")
     for key, value in header.keys.items():
         prefix, _, name = key.partition(".")
         is_known = name in TOKENIZER_KEYS or name.endswith("_token_id") or name.startswith("chat_template.")

@@ -106,8 +106,6 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
         if name in keys:
             raise ValueError(f"it has the key {name} twice; expected one value for each name")
         keys[name] = cursor.value(cursor.number("I"))
-    if "general.architecture" not in keys:
-        raise ValueError("it has no key general.architecture")
     listed = [(cursor.string(), cursor.shape(), *cursor.numbers("IQ")) for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
