@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -171,15 +172,24 @@ def test_a_tenant_has_few_pages_and_many_that_open_cost_one_picture(
         assert next(read)["running"] == 0
 
 
-def test_the_last_minutes_are_sent_at_once_and_each_sample_once(server: Server) -> None:
+@pytest.mark.parametrize("jump", [0.0, -7200.0, 7200.0])
+def test_the_last_minutes_are_sent_at_once_and_each_sample_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """Also while the machine's clock is set to another time."""
     server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 6, "ignore_eos": True})
     server.wait_idle()
     server.wait_for_samples(2)
+    wall_clock = time.time
     with closing(snapshots(server)) as read:
-        shots = [next(read) for _ in range(4)]
+        shots = [next(read)]
+        monkeypatch.setattr(time, "time", lambda: wall_clock() + jump)
+        shots += [next(read) for _ in range(3)]
     assert sum(sample["tokens"] for sample in shots[0]["samples"]) >= 6
-    times = [sample["time"] for shot in shots for sample in shot["samples"]]
-    assert times == sorted(set(times))
+    times = [sample["uptime"] for shot in shots for sample in shot["samples"]]
+    assert times == sorted(set(times)) and times[-1] <= shots[-1]["uptime"]
+    seconds = [sample["seconds"] for shot in shots for sample in shot["samples"]]
+    assert np.allclose(np.diff(times), seconds[1:])
     assert all(sample["seconds"] > 0 for shot in shots for sample in shot["samples"])
 
 

@@ -146,7 +146,8 @@ class Live:
                 reader.loop.call_soon_threadsafe(_replace, queue, shots[reader.tenant])
 
     def _sample(self, engine: Engine) -> dict[str, float]:
-        """What has been counted since the last sample, `seconds` before `time`."""
+        """What has been counted since the last sample, `seconds` before this one. No wall clock tells when: it may be
+        set while the page is open."""
         now, last = _Moment(time.monotonic(), engine.stats), self._last
         self._last = now
 
@@ -154,7 +155,7 @@ class Live:
             return float(getattr(now.stats, name) - getattr(last.stats, name))
 
         return {
-            "time": time.time(),
+            "uptime": now.time_s - self._began_s,
             "seconds": now.time_s - last.time_s,
             "steps": grown("steps"),
             "busy_seconds": grown("busy_seconds"),
@@ -171,7 +172,6 @@ class Live:
         first_tokens = self._metrics.first_tokens_since(time.monotonic() - _KEPT_SECONDS)
         refused, failed = self._metrics.num_errors()
         return {
-            "time": time.time(),
             "uptime": time.monotonic() - self._began_s,
             "running": len(engine.scheduler.running),
             "waiting": self._loop.num_waiting,

@@ -31,8 +31,8 @@ function duration(seconds) {
 }
 
 function sum(name, seconds) {
-  const after = (samples.at(-1)?.time ?? 0) - seconds;
-  return samples.reduce((total, sample) => total + (sample.time > after ? sample[name] : 0), 0);
+  const after = (samples.at(-1)?.uptime ?? 0) - seconds;
+  return samples.reduce((total, sample) => total + (sample.uptime > after ? sample[name] : 0), 0);
 }
 
 const ratio = (part, whole, format) => (whole > 0 ? format(part / whole) : "–");
@@ -94,7 +94,7 @@ const bytesChart = chart("bytes-chart", ["--read", "--unshared"], bytes, 1000);
 const tokensChart = chart("tokens-chart", ["--read"], (value) => value, 10);
 
 function showCharts(now) {
-  const times = samples.map((sample) => sample.time - now.time);
+  const times = samples.map((sample) => sample.uptime - now.uptime);
   const perSecond = (name) => samples.map((sample) => sample[name] / sample.seconds);
   bytesChart.setData([times, perSecond("bytes_read"), perSecond("bytes_unshared")]);
   tokensChart.setData([times, perSecond("tokens")]);
@@ -245,7 +245,7 @@ async function* serverSentEvents(response) {
 
 function take(now) {
   samples.push(...now.samples);
-  while (samples.length && samples[0].time < now.time - KEPT_SECONDS) samples.shift();
+  while (samples.length && samples[0].uptime < now.uptime - KEPT_SECONDS) samples.shift();
   showFigures(now);
   showCharts(now);
   showForest(now.forest);
