@@ -13,7 +13,8 @@ import pytest
 
 from tests.floors import FLOORS, INNER_FLOORS, KERNEL_FLOOR, SPEC_FLOOR, TOP_FLOOR
 
-SOURCE = Path(__file__).parents[1] / "src" / "trunkattn"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "trunkattn"
 ROOT = "trunkattn"  # the package's own __init__: may re-export every floor but the top one
 
 NEVER_IMPORTS = (
@@ -290,6 +291,25 @@ def test_a_borrowed_name_is_found() -> None:
     assert borrowed_names(files) == []
     bad = files | {"trunkattn.gpu.bad": "def f():\n    from trunkattn.gpu.launch import Geometry"}
     assert len(borrowed_names(bad)) == 1
+
+
+def imported_tests(path: PurePosixPath, source: str) -> list[str]:
+    """What a file of tests, `path` relative to the project, imports from a file with tests of its own."""
+    imported = imported_names(ast.parse(source), ".".join(path.parent.parts))
+    return [f"{path}:{line} imports {name}" for line, name in imported if ".test_" in name]
+
+
+def test_what_tests_share_has_a_module_of_its_own() -> None:
+    files = [PurePosixPath(file.relative_to(TESTS.parent)) for file in sorted(TESTS.rglob("*.py"))]
+    found = [each for path in files for each in imported_tests(path, (TESTS.parent / path).read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_an_imported_test_is_found() -> None:
+    path = PurePosixPath("tests/gpu/test_launch.py")
+    assert imported_tests(path, "from ..ops.cases import LAYOUTS\nfrom .backend_cases import pretend_gpu") == []
+    for source in ("from ..ops.test_write_kv import LAYOUTS", "from tests.gpu.test_decode import TABLE"):
+        assert len(imported_tests(path, source)) == 1
 
 
 def test_every_file_stands_in_the_house() -> None:

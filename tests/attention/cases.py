@@ -6,19 +6,35 @@ from typing import Any
 
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 
 from benchmarks.workloads import PagedBatch
 from trunkattn import AttentionConfig, BatchAttention, Plan
 from trunkattn.reference import paged_attention
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ("plain", "heads_first", "sliced", "k_and_v_in_one_row", "k_and_v_in_one_page")
 Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def fraction(divisor: int) -> int:
     """Examples of a slow property test: a fraction of what the loaded profile gives others."""
     assert settings.default is not None
     return max(10, settings.default.max_examples // divisor)
+
+
+def scales(num_kv_heads: int, draw: st.DrawFn) -> dict[str, Any]:
+    """For q, k and v: none, a number, a tensor of one element or one number per KV head."""
+    number = st.floats(0.1, 4)
+    kinds = st.one_of(
+        st.none(),
+        number,
+        st.builds(torch.tensor, number),
+        st.lists(number, min_size=num_kv_heads, max_size=num_kv_heads).map(torch.tensor),
+    )
+    drawn = {name: draw(kinds) for name in ("q_scale", "k_scale", "v_scale")}
+    return {name: scale for name, scale in drawn.items() if scale is not None}
 
 
 @dataclass(frozen=True)

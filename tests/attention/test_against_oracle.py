@@ -13,11 +13,10 @@ from benchmarks.workloads import random_forest
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.config import POLICIES
 
-from .cases import LAYOUTS, fraction, random_step
+from .cases import FLOAT8, LAYOUTS, SEEDS, fraction, random_step, scales
 
 HEAD_DIMS = (8, 16, 40, 64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ VARIANTS = st.builds(
     sinks=st.booleans(),
     batch_invariant=st.booleans(),
 )
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def check(
@@ -99,19 +97,6 @@ def test_attention_is_as_accurate_as_plain_pytorch(
     seed: int, variant: Variant, max_own_tokens: int, window: int | None, layout: str
 ) -> None:
     check(seed, variant.config(), max_own_tokens, window, layout, {})
-
-
-def scales(num_kv_heads: int, draw: st.DrawFn) -> dict[str, Any]:
-    """For q, k and v: none, a number, a tensor of one element or one number per KV head."""
-    number = st.floats(0.1, 4)
-    kinds = st.one_of(
-        st.none(),
-        number,
-        st.builds(torch.tensor, number),
-        st.lists(number, min_size=num_kv_heads, max_size=num_kv_heads).map(torch.tensor),
-    )
-    drawn = {name: draw(kinds) for name in ("q_scale", "k_scale", "v_scale")}
-    return {name: scale for name, scale in drawn.items() if scale is not None}
 
 
 @st.composite

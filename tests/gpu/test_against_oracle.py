@@ -19,8 +19,7 @@ from trunkattn.gpu.attention import GpuBackend
 from trunkattn.gpu.cards import GpuFacts, card_of
 from trunkattn.gpu.kernel import refusals
 
-from ..attention.cases import LAYOUTS, Step, fraction, random_step
-from ..attention.test_against_oracle import FLOAT8, SEEDS, scales
+from ..attention.cases import FLOAT8, LAYOUTS, SEEDS, Step, fraction, random_step, scales
 from .kernel_cases import CPU
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from trunkattn.gpu.portable.spread import spread_stride
 from trunkattn.planner.tiles.candidates import candidates
 from trunkattn.planner.work_list import QUERY_END, QUERY_START
 
-from ..attention.cases import Step, random_step
+from ..attention.cases import random_step
 from . import gpu_cases
+from .feature_cases import TABLE, Features
 from .gpu_cases import CACHES, POLICIES, TILINGS, Interpreted
 from .kernel_cases import plan_with
 
@@ -39,103 +40,6 @@ def ragged_batch(page_size: int, several: bool) -> PagedBatch:
     batch = tree_batch(tree, page_size, row_seed=3, page_seed=4)
     query_lens = np.array([3, 1, 0, 9, 1] if several else [1, 1, 0, 1, 1], np.int32)
     return replace(batch, seq_lens=batch.seq_lens - np.array([0, 3, 0, 18, 1], np.int32), query_lens=query_lens)
-
-
-@dataclass(frozen=True)
-class Features:
-    """One row of the pairwise table."""
-
-    head_dim: int
-    head_dim_v: int
-    group: int
-    page_size: int
-    several: bool  # query tokens of a request
-    window: int | None
-    soft_cap: float | None
-    sinks: bool
-    return_lse: bool
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    layout: str
-    scales: bool
-
-    def step(self, batch: PagedBatch | None = None) -> Step:
-        """Of a ragged batch, unless another is given."""
-        config = AttentionConfig(
-            2 * self.group,
-            2,
-            self.head_dim,
-            self.page_size,
-            self.dtype,
-            head_dim_v=self.head_dim_v,
-            kv_dtype=self.kv_dtype,
-            logits_soft_cap=self.soft_cap,
-            sinks=self.sinks,
-        )
-        options: dict[str, object] = {}
-        if self.sinks:
-            options["sinks"] = torch.linspace(-2, 3, config.num_qo_heads)
-        if self.scales:
-            options |= {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": torch.tensor([1.25, 0.75])}
-        batch = ragged_batch(self.page_size, self.several) if batch is None else batch
-        step = random_step(5, config, batch, None, self.layout, **options)
-        return replace(step, window=self.window)
-
-
-F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# No bfloat16 q: the interpreter multiplies bit patterns of bfloat16 tiles as if they were integers.
-# Each pair of values of any two columns is in at least one row (head_dim goes with head_dim_v, dtype with kv_dtype).
-TABLE = (
-    Features(192, 192, 16, 16, True, None, None, False, False, F16, B16, "plain", False),
-    Features(96, 64, 1, 3, False, None, 5.0, True, True, F32, F16, "sliced", True),
-    Features(64, 64, 5, 1, True, 21, None, True, False, F16, E4M3, "heads_first", True),
-    Features(128, 128, 7, 128, False, 21, 5.0, False, True, F32, F32, "k_and_v_in_one_row", False),
-    Features(256, 256, 16, 16, False, 21, 5.0, True, True, F32, E5M2, "plain", True),
-    Features(80, 80, 7, 128, True, None, None, True, False, F16, F16, "k_and_v_in_one_row", True),
-    Features(192, 128, 5, 1, False, None, 5.0, False, True, F16, F16, "heads_first", False),
-    Features(256, 256, 1, 3, True, 21, None, False, False, F32, E5M2, "sliced", False),
-    Features(96, 64, 7, 1, True, 21, None, False, True, F32, F16, "plain", False),
-    Features(64, 64, 7, 16, False, None, 5.0, False, False, F16, E4M3, "sliced", False),
-    Features(128, 128, 5, 3, True, None, None, True, False, F32, F32, "plain", True),
-    Features(192, 192, 1, 1, False, 21, 5.0, True, True, F16, B16, "k_and_v_in_one_row", True),
-    Features(80, 80, 1, 128, False, 21, None, True, True, F16, E4M3, "plain", False),
-    Features(192, 128, 16, 3, True, 21, None, True, False, F16, E4M3, "k_and_v_in_one_row", True),
-    Features(80, 80, 16, 1, True, None, 5.0, False, True, F32, F32, "sliced", True),
-    Features(96, 64, 5, 16, True, None, None, True, False, F32, F16, "k_and_v_in_one_row", True),
-    Features(192, 192, 7, 3, False, None, None, False, False, F32, E5M2, "heads_first", False),
-    Features(64, 64, 16, 128, True, 21, 5.0, True, True, F32, F16, "heads_first", True),
-    Features(256, 256, 5, 128, True, None, None, False, False, F16, B16, "sliced", True),
-    Features(128, 128, 1, 16, False, 21, 5.0, False, False, F16, F16, "heads_first", True),
-    Features(192, 128, 1, 16, True, 21, None, False, True, F32, F32, "sliced", False),
-    Features(64, 64, 16, 3, False, None, None, True, False, F16, F16, "plain", False),
-    Features(80, 80, 7, 3, True, 21, 5.0, True, True, F16, B16, "heads_first", True),
-    Features(96, 64, 16, 128, False, 21, None, True, True, F32, F32, "heads_first", True),
-    Features(64, 64, 1, 128, True, 21, None, True, True, F32, E5M2, "k_and_v_in_one_row", True),
-    Features(192, 192, 5, 128, True, 21, 5.0, True, False, F16, F16, "sliced", True),
-    Features(128, 128, 5, 1, False, None, None, False, True, F32, E5M2, "sliced", False),
-    Features(192, 128, 7, 128, False, 21, None, True, True, F16, B16, "plain", False),
-    Features(256, 256, 7, 1, True, 21, None, True, True, F32, F32, "k_and_v_in_one_row", False),
-    Features(80, 80, 5, 16, True, 21, None, False, True, F32, E5M2, "plain", False),
-    Features(256, 256, 7, 3, False, None, 5.0, True, True, F16, F16, "heads_first", False),
-    Features(128, 128, 16, 16, True, 21, None, False, False, F16, B16, "k_and_v_in_one_row", True),
-    Features(256, 256, 16, 3, False, 21, 5.0, False, True, F32, F16, "heads_first", True),
-    Features(96, 64, 1, 1, False, 21, 5.0, True, True, F16, F16, "plain", False),
-    Features(192, 128, 7, 128, True, 21, 5.0, False, False, F32, F16, "sliced", True),
-    Features(80, 80, 7, 128, False, None, 5.0, True, False, F32, F16, "sliced", True),
-    Features(96, 64, 5, 16, False, None, 5.0, True, True, F16, B16, "sliced", False),
-    Features(192, 192, 5, 128, True, None, None, True, True, F32, F32, "sliced", True),
-    Features(256, 256, 16, 3, True, 21, None, False, False, F16, E4M3, "k_and_v_in_one_row", False),
-    Features(128, 128, 16, 1, False, 21, 5.0, False, True, F16, E4M3, "plain", True),
-    Features(96, 64, 7, 3, False, None, None, True, True, F16, E4M3, "heads_first", True),
-    Features(96, 64, 1, 1, False, None, 5.0, True, True, F32, E5M2, "k_and_v_in_one_row", True),
-    Features(192, 192, 7, 1, True, None, 5.0, False, True, F16, E4M3, "sliced", True),
-    Features(128, 128, 1, 128, False, 21, None, True, False, F32, F16, "heads_first", True),
-    Features(64, 64, 5, 1, True, None, None, False, False, F32, F32, "heads_first", False),
-    Features(192, 192, 5, 3, True, 21, 5.0, True, False, F32, F16, "sliced", True),
-    Features(192, 128, 5, 3, True, None, None, False, True, F32, E5M2, "heads_first", False),
-    Features(64, 64, 7, 16, True, None, None, False, True, F16, B16, "k_and_v_in_one_row", False),
-)  # fmt: skip
 
 
 def columns(row: Features) -> tuple[object, ...]:
@@ -157,12 +61,12 @@ def test_each_pair_of_features_is_as_accurate_as_plain_pytorch(number: int) -> N
     """The tilings and policies take turns, with the tiles of each kind of cache, whatever the caches are."""
     row, turns = TABLE[number], list(itertools.product(WAYS, CACHES.values()))
     candidate, cache = turns[number % len(turns)]
-    case = Interpreted(row.step(), 1 + number % 2, candidate, cache, EXECUTIONS[number // 2 % 2])
-    out, lse = case.run(row.return_lse)
+    step = row.step(ragged_batch(row.page_size, row.several))
+    out, lse = Interpreted(step, 1 + number % 2, candidate, cache, EXECUTIONS[number // 2 % 2]).run(row.return_lse)
     if not row.return_lse:
         assert lse.isnan().all()
-        lse = case.step.oracle()[1].float()
-    case.step.assert_accurate(out, lse)
+        lse = step.oracle()[1].float()
+    step.assert_accurate(out, lse)
 
 
 def test_the_ways_are_all_that_any_cache_has() -> None:

@@ -33,27 +33,14 @@ from trunkattn.gpu.portable import decode, merge
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.portable.spec import without_subtiles
 from trunkattn.gpu.tiles import GpuTile, tile_config
-from trunkattn.planner.work_list import UNLIMITED, TileLimits, TileList
+from trunkattn.planner.work_list import UNLIMITED
 
-from .hopper_cases import CARD, GEOMETRY, Recorder, make_tensors
+from .hopper_cases import CARD, GEOMETRY, LIMITS, Recorder, make_list, make_tensors
 from .kernel_cases import plan_with, refilled, reserved
 
 pytestmark = pytest.mark.slow
 
 TILES = hopper_tiles(2, 128, 16)
-LIMITS = TileLimits(items=8, segments=8, queries=8, merged=8, slots=8, query_tokens=8)
-
-
-def make_list() -> TileList:
-    """Decodes of one segment each: a low item, one of 32 rows, and two of 64, whose query is in two pieces."""
-    ints = np.arange(4, dtype=np.int32)
-    segment = np.array([16, 1 << 8 | 16 << 16, 0], np.int32)
-    return TileList(
-        items=np.stack([ints, ints, ints + 1, ints, ints + 1], 1), segments=np.tile(segment, (4, 1)),
-        queries=np.array([0, 1, 2, 2], np.int32), partial_slots=np.array([-1, -1, 0, 1], np.int32),
-        merge_slots=np.zeros((4, 2), np.int32), counts=np.array([0, 1, 2, 4, 4, 4, 4], np.int32),
-        merge_queries=ints[2:3], merge_ranges=np.array([[0, 2]], np.int32), num_slots=2, merges_taller=True,
-    )  # fmt: skip
 
 
 def uploaded(geometry: Geometry = GEOMETRY) -> GpuPlan:

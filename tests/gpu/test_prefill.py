@@ -15,8 +15,8 @@ from trunkattn.gpu.portable.spec import prefill_tile
 from trunkattn.gpu.tiles import PrefillTile
 
 from ..attention.cases import Step, fraction, random_step
+from .feature_cases import TABLE
 from .gpu_cases import Interpreted
-from .test_decode import TABLE
 
 # All requests are prompt chunks. Small tiles have many blocks, with and without a mask, in few tokens.
 SMALL, MEDIUM, LARGE = (

@@ -15,9 +15,8 @@ from trunkattn.gpu.launch import execute
 from trunkattn.gpu.portable import decode, merge
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 
-from .hopper_cases import CARD, GEOMETRY, make_tensors
+from .hopper_cases import CARD, GEOMETRY, LIMITS, make_list, make_tensors
 from .kernel_cases import CPU, kernels_with, plan_with
-from .test_hopper_decode import LIMITS, make_list
 
 pytestmark = pytest.mark.slow
 

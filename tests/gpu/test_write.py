@@ -7,7 +7,7 @@ import torch
 
 from trunkattn.gpu.portable.write_kv import write_on_gpu
 
-from ..ops.test_write_kv import HEAD_DIM_V, LAYOUTS, PAGE_SIZE, empty_caches, random_kv, storage_bytes
+from ..ops.cases import HEAD_DIM_V, LAYOUTS, PAGE_SIZE, empty_caches, random_kv, storage_bytes
 from .guarded_loads import guarded_loads
 
 pytestmark = pytest.mark.slow
