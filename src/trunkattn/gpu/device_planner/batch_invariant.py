@@ -348,7 +348,10 @@ class InvariantPlanner(DevicePlanner):
         }
         return super()._allocate() | arrays
 
-    def _list(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
+    def _choose(self, window: int, lowest_tile: bool) -> None:
+        """Launches nothing, because there is one tiling."""
+
+    def _emit(self, plan: GpuPlan, tables: Tables, window: int) -> None:
         arrays, sizes, limits = self._arrays, self._span_sizes, self._limits
         spans = SpanArrays(*(self._buffers[f"span_{name}"] for name in SpanArrays._fields))
         lists = PlanArrays(*(plan.arrays[name] for name in PlanArrays._fields))

@@ -158,7 +158,8 @@ class DevicePlanner:
         self.check(block_table, seq_lens, query_start_loc)
         tables = Tables(block_table, seq_lens, query_start_loc)
         self._forest(plan, tables, window)
-        self._list(plan, tables, window, lowest_tile)
+        self._choose(window, lowest_tile)
+        self._emit(plan, tables, window)
 
     def check(self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Raises what `fill` does."""
@@ -222,16 +223,10 @@ class DevicePlanner:
             **self._pdl(),
         )
 
-    def _list(self, plan: GpuPlan, tables: Tables, window: int, lowest_tile: bool) -> None:
-        """Writes the plan's arrays for the best tiling."""
-        self._choose(window, self._lowest if lowest_tile else self._every)
-        self._emit(plan, tables, window)
-
-    def _choose(self, window: int, allowed: torch.Tensor) -> None:
-        """Finds the tiles of every stage and the time of every candidate. `allowed` are the candidates that may be
-        chosen."""
+    def _choose(self, window: int, lowest_tile: bool) -> None:
+        """Finds the tiles of every stage and the time of every candidate that may be chosen."""
         arrays, sizes = self._arrays, self._sizes
-        choice = arrays.choice._replace(allowed=allowed)
+        choice = arrays.choice._replace(allowed=self._lowest) if lowest_tile else arrays.choice
         launch(layout.tiles_kernel, (self._num_tiles,))(
             *(arrays.entries, arrays.status, self._stages, arrays.layout, window),
             SIZES=sizes,
