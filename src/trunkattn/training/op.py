@@ -42,13 +42,13 @@ def tables_of(
     return (cu_seqlens_q, cu_seqlens_k, None, None) if tree is None else tree
 
 
-def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
-    """The Sequences that the last arguments of an op describe."""
-    *tables, switches, sm_scale, soft_cap = options
-    causal, window, _ = switches
+def _options_of(sinks: torch.Tensor | None, *options: Any) -> tuple[Sequences, bool]:
+    """The Sequences that the last arguments of an op describe, and whether these ask for gradients that are bit-equal
+    over repeated runs."""
+    *tables, (causal, window, deterministic), sm_scale, soft_cap = options
     given = [table for table in tables if table is not None]
     sums = (given[0].contiguous(), given[1].contiguous()) if len(given) == 2 else (None, None)
-    return Sequences(
+    sequences = Sequences(
         causal=bool(causal),
         sm_scale=sm_scale,
         cu_seqlens_q=sums[0],
@@ -58,12 +58,7 @@ def _sequences(sinks: torch.Tensor | None, *options: Any) -> Sequences:
         soft_cap=soft_cap or None,
         sinks=None if sinks is None else sinks.contiguous(),
     )
-
-
-def _is_deterministic(*options: Any) -> bool:
-    """Whether the last arguments of an op ask for gradients that are bit-equal over repeated runs."""
-    *_, (_, _, deterministic), _, _ = options
-    return bool(deterministic)
+    return sequences, bool(deterministic)
 
 
 def _names(given: Sequences, q: torch.Tensor, k: torch.Tensor, deterministic: bool) -> tuple[str, ...]:
@@ -98,7 +93,7 @@ _OPTIONS: Final = (
 
 def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
     """out like q, as wide as v, and lse [batch, num_qo_heads, seqlen_q] or, packed, [num_qo_heads, total_q]."""
-    given = _sequences(*options)
+    given, _ = _options_of(*options)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=sums_dtype(q), device=q.device)
     lse = torch.full((*q.shape[:-1],), -math.inf, dtype=out.dtype, device=q.device)
     for rows, sequence in _cpu_sequences((q, k, v), given):
@@ -109,7 +104,7 @@ def _forward_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: An
 
 
 def _forward_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Pair:
-    given, deterministic = _sequences(*options), _is_deterministic(*options)
+    given, deterministic = _options_of(*options)
     forward = _kernel(Work.FORWARD, (q, k, v), _names(given, q, k, deterministic)).forward
     with torch.cuda.device(q.device):  # launches go to the current device
         found: Pair = forward(q, k, v, given)
@@ -124,7 +119,7 @@ def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
 def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv and dsinks, which is empty without sinks. dlse: None for 0."""
     q, k, v, out, lse, *options = saved
-    given = _sequences(*options)
+    given, _ = _options_of(*options)
     heads = q.shape[-2]
     seen_dout = dout.masked_fill(out == 0, 0.0)  # dout may be NaN where out is 0 because a query sees no key
     delta = (seen_dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -143,7 +138,7 @@ def _backward_cpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) ->
 
 def _backward_gpu(dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> tuple[torch.Tensor, ...]:
     q, k, v, out, lse, *options = saved
-    given, deterministic = _sequences(*options), _is_deterministic(*options)
+    given, deterministic = _options_of(*options)
     backward = _kernel(Work.BACKWARD, (q, k, v), _names(given, q, k, deterministic)).backward
     with torch.cuda.device(q.device):
         found: tuple[torch.Tensor, ...] = backward((dout, dlse), (q, k, v, out, lse), given, deterministic)
