@@ -38,7 +38,7 @@ from trunkattn.planner.device import CardTimes
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.tiles import candidates as tiling
 from trunkattn.planner.tiles import cost as tile_costs
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles import layout
 from trunkattn.planner.work_list import UNLIMITED
 
 RAGGED = ("conversation:64", "conversation:256", "toolagent:64", "toolagent:256")
@@ -135,7 +135,7 @@ def prepare(row: dict[str, Any], card: MeasuredCard) -> Measured:
     """Everything of a measured batch that does not depend on the times."""
     rule = make_rule(card, row["heads"])
     batch, forest = batch_of(row["batch"])
-    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     tilings, stages, costs = rule.priced.tilings, rule.priced.stages, rule.priced.costs
     loads = tile_costs.stage_loads(forest, entries, stages, costs.l2_tokens, UNLIMITED, rule.segment_size)
     numbers = [number for number, candidate in enumerate(tilings) if candidate.name(rule) in row["us"]]

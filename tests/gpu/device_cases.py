@@ -16,7 +16,7 @@ from trunkattn.gpu.layer import Geometry
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles import layout
 from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, stages_of
 from trunkattn.planner.tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits, TileList
@@ -97,7 +97,7 @@ class Planned:
 
     def tokens_read(self, forest: Forest, batch: StepTables, candidate: int) -> int:
         """Returns the tokens that all tiles of a candidate read, as its prediction counts them."""
-        entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+        entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
         total = 0
         for _, stage in stages_of(self.rule, self.rule.priced.tilings[candidate]):
             shared, tall = shared_tokens(forest, entries, stage.least if stage.least > 1 else stage.below)

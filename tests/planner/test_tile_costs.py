@@ -9,7 +9,7 @@ from hypothesis import given
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles import cost as tile_costs
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles import layout
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, price, stages_of
 from trunkattn.planner.work_list import UNLIMITED
 
@@ -17,10 +17,10 @@ from .specs import forest_of
 from .tile_cases import CARD_TIMES, TREE_BATCH, cases, make_rule
 
 
-def count_tokens(rule: TilingRule, batch: StepTables, stage: tiles.Stage) -> tuple[int, int, int]:
+def count_tokens(rule: TilingRule, batch: StepTables, stage: layout.Stage) -> tuple[int, int, int]:
     """Tokens of a stage that some tile reads, that two tiles do, and reads beyond the first, one by one."""
     forest = forest_of(batch, rule.page_size)
-    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     readers: dict[tuple[int, int], set[int]] = {}
     for node in range(len(forest.parent)):
         start, end = int(entries.node_start[node]), int(entries.node_end[node])
@@ -40,7 +40,7 @@ def test_tokens_are_those_that_the_tiles_of_a_stage_read(case: tuple[TilingRule,
     rule, starts = case[0], np.minimum(np.diff(case[1].query_start_loc), 1).cumsum(dtype=np.int32)
     batch = replace(case[1], window=UNLIMITED, query_start_loc=np.append(np.int32(0), starts))
     forest = forest_of(batch, rule.page_size)
-    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     tilings = price(rule).tilings
     for _, stage in {pair for tiling in tilings for pair in stages_of(rule, tiling)}:
         threshold = stage.least if stage.least > 1 else stage.below
@@ -53,7 +53,7 @@ def test_a_window_leaves_out_what_no_query_sees() -> None:
     """12 requests of 64 + 32 + 20 tokens; a window of 20 sees the private ones, one of 30 ten tokens of each branch."""
     rule = make_rule(4, 16, 1)
     forest = forest_of(TREE_BATCH, rule.page_size)
-    entries = tiles.make_entries(forest, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
+    entries = layout.make_entries(forest, TREE_BATCH.seq_lens, TREE_BATCH.query_start_loc)
     ((_, stage),) = stages_of(rule, Tiling(0))
     shared, tall = tile_costs.shared_tokens(forest, entries, tile_costs.EVERY)
     once = [int(tile_costs.stage_tokens(entries.position, shared, tall, stage, w)[0]) for w in (20, 30, UNLIMITED)]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles import cost as tile_costs
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles import layout
 from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
 from trunkattn.planner.tiles.pack_items import KeyGrid, items_of_work
 from trunkattn.planner.work_list import QUERY_START
@@ -30,7 +30,7 @@ from .tile_cases import cases, make_rule, tile
 def test_the_segments_that_an_item_should_have(
     total: int, num_tiles: int, num_splits: int, block_segments: int, target: int
 ) -> None:
-    assert tiles.target_of(total, num_tiles, num_splits, block_segments) == target
+    assert layout.target_of(total, num_tiles, num_splits, block_segments) == target
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_segments_that_an_item_should_have(
 )
 def test_a_tile_is_cut_into_the_nearest_number_of_targets(size: int, target: int, step: int) -> None:
     """In blocks of 4 segments."""
-    assert tiles.step_of(size, target, 4) == step
+    assert layout.step_of(size, target, 4) == step
 
 
 def test_equally_long_items_stay_in_the_order_of_the_requests() -> None:
@@ -70,9 +70,9 @@ def test_an_item_holds_only_queries_that_read_some_of_it() -> None:
     """Four requests in one tile of 8 segments, cut into 3 items. Their window hides what they target two by two."""
     batch = make_batch([[1, 3, 4], [1, 5, 6], [2, 7, 8], [2, 9, 10]], seq_lens=[12] * 4, window=6)
     forest = forest_of(batch, 4)
-    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
-    stage = tiles.Stage(height=4, least=1, below=tile_costs.EVERY, block_segments=1, num_splits=3)
-    emitted = tiles.emit_stage(forest, entries, batch.block_table, stage, 6, 4, 4)
+    entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    stage = layout.Stage(height=4, least=1, below=tile_costs.EVERY, block_segments=1, num_splits=3)
+    emitted = layout.emit_stage(forest, entries, batch.block_table, stage, 6, 4, 4)
     assert emitted.items.tolist() == [[0, 0, 3, 0, 2], [3, 3, 6, 2, 4], [6, 6, 8, 4, 5]]
     assert emitted.queries.tolist() == [0, 1, 1, 2, 3]
 
@@ -83,7 +83,7 @@ def test_an_item_holds_only_queries_that_read_some_of_it() -> None:
 def test_a_list_that_is_longer_than_a_limit_does_not_fit_it(case: tuple[TilingRule, StepTables]) -> None:
     rule, batch = case
     forest, priced = forest_of(batch, rule.page_size), rule.priced
-    entries = tiles.make_entries(forest, batch.seq_lens, batch.query_start_loc)
+    entries = layout.make_entries(forest, batch.seq_lens, batch.query_start_loc)
     loads = tile_costs.stage_loads(
         forest, entries, priced.stages, priced.costs.l2_tokens, batch.window, rule.segment_size
     )

@@ -16,7 +16,7 @@ from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import Planner, StepTables
 from trunkattn.planner.tiles import cost as tile_costs
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles import layout
 from trunkattn.planner.tiles.candidates import (
     Tiling,
     TilingRule,
@@ -277,7 +277,7 @@ def test_the_runs_of_a_tile_are_dealt_to_its_subtiles() -> None:
         segment(200, 0, 4), segment(300, 0, 2), segment(316, 0, 2), segment(332, 1, 2), segment(400, 3, 4),
     )  # fmt: skip
     listed = [*plain, full, long_one, both, long_two, long_three, short]
-    emitted = tiles.Items(
+    emitted = layout.Items(
         np.array([[0, 0, 2, 0, 1], [2, 3, 8, 1, 5]], np.int32),
         np.array(listed, np.int32),
         np.arange(5, dtype=np.int32),
@@ -299,12 +299,12 @@ def test_a_list_has_the_blocks_that_were_predicted(case: tuple[TilingRule, StepT
     number of keys is the same. A stage that leaves out some queries of a tile has the others stand elsewhere in it."""
     rule, batch = case
     forest, lens, starts = forest_of(batch, rule.page_size), batch.seq_lens, batch.query_start_loc
-    entries = tiles.make_entries(forest, lens, starts)
+    entries = layout.make_entries(forest, lens, starts)
     seen_whole = batch.window == UNLIMITED and (np.diff(starts) <= 1).all() and (lens % rule.segment_size == 0).all()
     for tile_index, stage in {stage for tiling in candidates(rule) for stage in stages_of(rule, tiling)}:
         shape, uncut = rule.tiles[tile_index], stage._replace(num_splits=1)
         counted = tile_costs.stage_blocks(forest, entries, uncut, batch.window, rule.segment_size)
-        emitted = tiles.emit_stage(
+        emitted = layout.emit_stage(
             forest, entries, batch.block_table, uncut, batch.window, rule.segment_size, rule.page_size
         )
         height = shape.entries(rule.group_size) // shape.subtiles

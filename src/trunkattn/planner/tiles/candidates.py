@@ -12,8 +12,16 @@ from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.planner.device import CardTimes, TileConfig
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles import cost as tile_costs
-from trunkattn.planner.tiles import layout as tiles
+from trunkattn.planner.tiles.cost import (
+    EVERY,
+    LAUNCH_COLUMNS,
+    LAUNCH_SPLITS,
+    LAUNCH_STAGE,
+    LAUNCH_TILE,
+    Costs,
+    TileTimes,
+)
+from trunkattn.planner.tiles.layout import Stage, stage_of
 from trunkattn.planner.tiles.pack_items import KeyGrid, items_of_work
 from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
 from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
@@ -91,7 +99,7 @@ class Tiling:
 
     low: int
     tall: int | None = None
-    least: int = tile_costs.EVERY
+    least: int = EVERY
     per_query: bool = False
     waves: int = 1
 
@@ -115,10 +123,9 @@ def candidates(rule: TilingRule) -> list[Tiling]:
     return [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.per_query]
 
 
-def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, limits: tuple[int, int]) -> tiles.Stage:
+def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, least: int, below: int) -> Stage:
     shape = rule.tiles[tile_index]
-    least, below = limits
-    return tiles.Stage(
+    return Stage(
         height=1 if tiling.per_query else shape.entries(rule.group_size),
         least=least,
         below=below,
@@ -133,14 +140,14 @@ class TileStage(NamedTuple):
     """A stage, and the number of its tile in the rule."""
 
     tile_index: int
-    stage: tiles.Stage
+    stage: Stage
 
 
 def stages_of(rule: TilingRule, tiling: Tiling) -> list[TileStage]:
     """The stage of each launch of a tiling, tall tiles first."""
-    stages = [TileStage(tiling.low, _stage(rule, tiling, tiling.low, (1, tiling.least)))]
+    stages = [TileStage(tiling.low, _stage(rule, tiling, tiling.low, least=1, below=tiling.least))]
     if tiling.tall is not None:
-        tall = _stage(rule, tiling, tiling.tall, (tiling.least, tile_costs.EVERY))
+        tall = _stage(rule, tiling, tiling.tall, least=tiling.least, below=EVERY)
         stages.insert(0, TileStage(tiling.tall, tall))
     return stages
 
@@ -168,23 +175,23 @@ def _stage_rows(rule: TilingRule, tiling: Tiling) -> NDArray[np.int64]:
 @njit(inner=True)
 def stage_of_row(row):
     """The stage of a row of `stage_rows_of`."""
-    return tiles.stage_of(row[1:])
+    return stage_of(row[1:])
 
 
 class PricedTilings(NamedTuple):
-    """The candidates of a rule as arrays; see `tile_costs`."""
+    """The candidates of a rule as arrays; see `cost`."""
 
     tilings: list[Tiling]
     stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, with num_splits 0
     launches: NDArray[np.int64]  # [candidates, launches, LAUNCH_COLUMNS] see `cost`
-    costs: tile_costs.Costs
+    costs: Costs
     stage_rows: dict[Tiling, NDArray[np.int64]]  # candidate -> `stage_rows_of`
 
 
-def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
+def _tile_times(rule: TilingRule, tile: TileConfig) -> TileTimes:
     (full_ns, masked_ns), (full_chain_ns, masked_chain_ns) = tile.block_ns, tile.chain_ns
     together = tile.blocks_at_once
-    return tile_costs.TileTimes(
+    return TileTimes(
         full_ns=together * full_ns,
         masked_ns=together * masked_ns,
         full_chain_ns=together * full_chain_ns,
@@ -198,16 +205,16 @@ def _tile_times(rule: TilingRule, tile: TileConfig) -> tile_costs.TileTimes:
 def price(rule: TilingRule) -> PricedTilings:
     """The candidates of a rule, as the arrays from which `TiledStep.predict` computes their times."""
     tilings = candidates(rule)
-    stages: dict[tiles.Stage, int] = {}
-    launches = np.full((len(tilings), 2, tile_costs.LAUNCH_COLUMNS), -1, np.int64)
+    stages: dict[Stage, int] = {}
+    launches = np.full((len(tilings), _MOST_LAUNCHES, LAUNCH_COLUMNS), -1, np.int64)
     for number, tiling in enumerate(tilings):
         for nth, (tile_index, stage) in enumerate(stages_of(rule, tiling)):
             launch = launches[number, nth]
-            launch[tile_costs.LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
-            launch[tile_costs.LAUNCH_TILE], launch[tile_costs.LAUNCH_SPLITS] = tile_index, stage.num_splits
+            launch[LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
+            launch[LAUNCH_TILE], launch[LAUNCH_SPLITS] = tile_index, stage.num_splits
     token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
-    costs = tile_costs.Costs(
+    costs = Costs(
         tiles=np.array([_tile_times(rule, tile) for tile in rule.tiles], np.int64),
         token_bytes=token_bytes,
         partial_bytes=rule.partial_bytes,
@@ -291,7 +298,7 @@ def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: 
     positions = query_positions(seq_lens, starts)
     heights = [tile.entries(rule.group_size) for tile in rule.tiles]
     buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_tile = [tile_costs.EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
+    per_tile = [EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
     block_segments = np.array(per_tile, np.int32)[buckets]
     grid = KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else KeyGrid(1, 1)
     emitted = items_of_work(
