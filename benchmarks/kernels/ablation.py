@@ -33,7 +33,8 @@ from trunkattn.gpu.portable.spec import without_subtiles
 from trunkattn.gpu.tiles import GpuTile, gpu_device
 from trunkattn.planner.from_config import make_planner
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, tile_work
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
+from trunkattn.planner.tiles.pack_items import tile_work
 from trunkattn.planner.work_list import TileList
 
 TREES = ("1,256_256,32", "1,4,16,512_1024,256,128,32", "1,8,512_32,2048,256")

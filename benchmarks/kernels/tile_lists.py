@@ -19,7 +19,7 @@ from trunkattn.gpu.tiles import GpuTile, tile_config
 from trunkattn.planner.device import CardTimes
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
-from trunkattn.planner.tiles.candidates import Tiling, TilingRule, query_positions
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
@@ -89,7 +89,7 @@ def make_run(
     geometry = Geometry(
         hq, hkv, dim, dim, rule.page_size, rule.segment_size, UNLIMITED, masked=False, soft_cap=None, sinks=False
     )
-    positions = query_positions(*arrays_of(case.batch)[1:])
+    positions = StepTables(*arrays_of(case.batch)).query_positions
     decode = Choice(kernel_named(tiles[-1].kernel), {})
     kernels = Kernels(
         decode=decode,

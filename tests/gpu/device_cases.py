@@ -17,7 +17,7 @@ from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles import layout
-from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, stages_of
+from trunkattn.planner.tiles.candidates import TilingRule, candidates, stages_of
 from trunkattn.planner.tiles.cost import shared_tokens, stage_tokens
 from trunkattn.planner.work_list import TileLimits, TileList
 
@@ -124,7 +124,7 @@ class Planned:
         """Bit equality with a list of the host, and nothing was written beside the arrays."""
         expected = {
             "counts": np.append(host.counts, len(host.merge_queries)), "items": host.items, "segments": host.segments,
-            "positions": query_positions(batch.seq_lens, batch.query_start_loc), "queries": host.queries,
+            "positions": batch.query_positions, "queries": host.queries,
             "partial_slots": host.partial_slots, "merge_slots": host.merge_slots, "merge_queries": host.merge_queries,
             "merge_ranges": host.merge_ranges,
         }  # fmt: skip

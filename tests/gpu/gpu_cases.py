@@ -24,7 +24,8 @@ from trunkattn.planner.planner import Planned, Planner, PlannerSpec, StepTables
 from trunkattn.planner.prefix_forest import Forest, build_forest
 from trunkattn.planner.prompt_chunks import Division, divide, join
 from trunkattn.planner.splitting import split_rule
-from trunkattn.planner.tiles.candidates import TilingRule, candidates, query_positions, tile_work
+from trunkattn.planner.tiles.candidates import TilingRule, candidates
+from trunkattn.planner.tiles.pack_items import tile_work
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import UNLIMITED, TileList
 
@@ -138,7 +139,7 @@ class Interpreted:
             self.rule.segment_size, batch.window, step.window is not None or bool((step.batch.query_lens > 1).any()),
             config.logits_soft_cap, config.sinks,
         )  # fmt: skip
-        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        positions = batch.query_positions
         lists, streams = Lists(tile_list, positions, chunks), self.execution == "streams"
         plan = plan_with(lists, geometry, self.tiles, card, self.prefill, streams)
         heads, slots = config.num_qo_heads, max(1, tile_list.num_slots)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn.planner.check import check_tiles
 from trunkattn.planner.planner import StepTables
-from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates, query_positions
+from trunkattn.planner.tiles.candidates import Tiling, TilingRule, candidates
 from trunkattn.planner.work_list import QUERY_END, SEGMENT_END, SEGMENT_SHARED_END, SEGMENT_START, TileList
 
 from .specs import as_batch, make_batch
@@ -176,7 +176,7 @@ def test_a_missing_segment_and_a_moved_mark_are_found_anywhere(
 
 def needed_segments(tile_list: TileList, start: int, end: int, begin: int, batch: StepTables) -> list[int]:
     """Those of segments [start, end) that at least one query of theirs sees a token of."""
-    positions = query_positions(batch.seq_lens, batch.query_start_loc)[tile_list.queries[begin:]]
+    positions = batch.query_positions[tile_list.queries[begin:]]
     needed = []
     for i in range(start, end):
         _, rows, first = tile_list.segments[i].tolist()

@@ -21,12 +21,11 @@ from trunkattn.planner.tiles.candidates import (
     Tiling,
     TilingRule,
     candidates,
-    query_positions,
     stages_of,
     tile_limits,
-    tile_work,
     tiling_limits,
 )
+from trunkattn.planner.tiles.pack_items import tile_work
 from trunkattn.planner.tiles.tile_list import nest
 from trunkattn.planner.work_list import (
     DIRECT,
@@ -91,7 +90,7 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
 def num_full(tile_list: TileList, item: np.ndarray, batch: StepTables, rule: TilingRule) -> int:
     """Leading segments of an item that are whole and that each of its queries sees entirely."""
     queries = tile_list.queries[item[QUERY_START] : item[QUERY_END]]
-    positions = query_positions(batch.seq_lens, batch.query_start_loc)[queries]
+    positions = batch.query_positions[queries]
     for number, (_, rows, token) in enumerate(tile_list.segments[item[SEGMENT_START] : item[SEGMENT_END]].tolist()):
         last = token + rule.segment_size - 1
         is_whole = rows == len(queries) << 8 | rule.segment_size << 16

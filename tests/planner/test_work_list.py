@@ -12,7 +12,6 @@ from benchmarks.workloads import random_forest
 from trunkattn.config import POLICIES
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, Planner
-from trunkattn.planner.tiles.candidates import query_positions
 from trunkattn.planner.work_list import KV_END, KV_ROW, KV_START, QUERY_END, QUERY_START, UNLIMITED, WorkList
 
 from .specs import MODEL, UNCUT, as_batch, make_batch, make_spec, random_spec
@@ -40,7 +39,7 @@ def test_every_work_list_keeps_the_invariants(
     planned = Planner(random_spec(rng, policy, page_size)).plan(batch)
     check_plan(planned)
     assert planned.num_packs <= len(planned.work.items)
-    positions = query_positions(batch.seq_lens, batch.query_start_loc)[planned.work.queries]
+    positions = batch.query_positions[planned.work.queries]
     for item in planned.work.items:
         of_item = positions[item[QUERY_START] : item[QUERY_END]]
         assert of_item.min() - window < item[KV_START] and item[KV_END] <= of_item.max() + 1, "nobody sees an end of it"

@@ -28,7 +28,6 @@ from trunkattn.layer_inputs import LayerInputs
 from trunkattn.numerics import GPU_OFFSET_END
 from trunkattn.planner.planner import StepTables, too_large
 from trunkattn.planner.prompt_chunks import Division, join
-from trunkattn.planner.tiles.candidates import query_positions
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.step_inputs import PromptChunks
 
@@ -130,7 +129,7 @@ class GpuBackend:
             free_slots = limits.slots - whole.num_slots if limits else None
             chunks = self._chunks.plan(division, free_slots, choice.keeps_chunks_whole)
             whole, listed = join(whole, chunks.planned.work, division)
-        positions = query_positions(batch.seq_lens, batch.query_start_loc)
+        positions = batch.query_positions
         if limits is None:
             self._workspace.grow(whole.num_slots)
         several_queries = into is None and bool((np.diff(rest.query_start_loc) > 1).any())

@@ -23,7 +23,8 @@ from trunkattn.planner.packs.cost import CostModel
 from trunkattn.planner.planner import Planner, StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.batch_invariant import invariant_limits, invariant_list
-from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tile_work, tiling_limits
+from trunkattn.planner.tiles.candidates import TilingRule, tile_limits, tiling_limits
+from trunkattn.planner.tiles.pack_items import tile_work
 from trunkattn.planner.tiles.step import TiledStep
 from trunkattn.planner.work_list import PACK_SPAN_TOKENS, TileLimits
 

@@ -74,6 +74,13 @@ class StepTables:
     query_start_loc: Int32Array
     window: int = UNLIMITED
 
+    @property
+    def query_positions(self) -> Int32Array:
+        """[num_query_tokens] int32: each query token's place in its sequence."""
+        positions = np.arange(self.query_start_loc[-1], dtype=np.int32)
+        positions += np.repeat(self.seq_lens - self.query_start_loc[1:], np.diff(self.query_start_loc))
+        return positions
+
 
 @dataclass(frozen=True)
 class Planned:

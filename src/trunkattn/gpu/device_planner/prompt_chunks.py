@@ -17,7 +17,6 @@ from trunkattn.gpu.arrays import GpuPlan, even_rounds
 from trunkattn.gpu.compiling import launch
 from trunkattn.planner.check import check_plan
 from trunkattn.planner.planner import Planned, StepTables
-from trunkattn.planner.tiles.candidates import query_positions
 from trunkattn.planner.work_list import DIRECT, ITEM_COLUMNS, QUERY_END, QUERY_START, PlanStats
 from trunkattn.step_inputs import PromptChunks
 
@@ -75,7 +74,7 @@ def place_chunks(plan: GpuPlan, listed: ListedChunks, block_table: torch.Tensor,
     """
     chunks, work, batch = plan.chunks, listed.planned.work, listed.planned.batch
     assert chunks is not None
-    positions = query_positions(batch.seq_lens, batch.query_start_loc)
+    positions = batch.query_positions
     items = even_rounds(work.items, chunks.num_kv_heads, chunks.num_ctas)
     queries: NDArray[np.int32] = work.queries + np.int32(listed.first_token)
     slots = np.full(len(queries), DIRECT, np.int32)

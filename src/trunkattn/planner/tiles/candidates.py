@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.planner.device import CardTimes, TileConfig
-from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.cost import (
     EVERY,
     LAUNCH_COLUMNS,
@@ -22,9 +21,8 @@ from trunkattn.planner.tiles.cost import (
     TileTimes,
 )
 from trunkattn.planner.tiles.layout import Stage, stage_of
-from trunkattn.planner.tiles.pack_items import KeyGrid, items_of_work
-from trunkattn.planner.tiles.tile_list import Subtiles, TileArrays, finish, nest
-from trunkattn.planner.work_list import QUERY_END, QUERY_START, TileLimits, TileList, WorkList
+from trunkattn.planner.tiles.tile_list import Subtiles
+from trunkattn.planner.work_list import TileLimits
 
 _CUTS: Final = MappingProxyType({1: "", 4: " fine", 0: " uncut"})  # `Tiling.waves` -> what a tiling's name ends with
 _MOST_WAVES: Final = max(_CUTS)
@@ -280,31 +278,3 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
         return limits
     needed = max(4 * stage.num_splits // 3 * min(stage.height, capacity.max_query_tokens) for ((_, stage),) in stages)
     return replace(limits, slots=min(limits.slots, needed))
-
-
-def query_positions(seq_lens: NDArray[np.int32], query_start_loc: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[num_query_tokens] int32: each query token's place in its sequence."""
-    positions = np.arange(query_start_loc[-1], dtype=np.int32)
-    positions += np.repeat(seq_lens - query_start_loc[1:], np.diff(query_start_loc))
-    return positions
-
-
-def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: int = 0) -> TileList:
-    """The work list of a packing policy as a tile list: each item goes to the lowest tile that holds it.
-
-    fixed_chunk: see `SplitRule`.
-    """
-    table, seq_lens, starts, window = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.window
-    positions = query_positions(seq_lens, starts)
-    heights = [tile.entries(rule.group_size) for tile in rule.tiles]
-    buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_tile = [EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
-    block_segments = np.array(per_tile, np.int32)[buckets]
-    grid = KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else KeyGrid(1, 1)
-    emitted = items_of_work(
-        (work.items, work.queries), table, positions, window, rule.segment_size, rule.page_size, block_segments, grid
-    )
-    if rule.list_rule.is_nested:
-        emitted = nest(emitted, buckets, rule.list_rule.subtiles)
-    arrays: TileArrays = finish(emitted, buckets, len(rule.tiles), int(starts[-1]), rule.fuse_up_to)
-    return TileList(*arrays, merges_taller=False)

@@ -5,7 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkattn.compiled import njit
+from trunkattn.planner.planner import StepTables
+from trunkattn.planner.tiles.candidates import TilingRule
+from trunkattn.planner.tiles.cost import EVERY
 from trunkattn.planner.tiles.layout import Items
+from trunkattn.planner.tiles.tile_list import TileArrays, finish, nest
 from trunkattn.planner.work_list import (
     KV_END,
     KV_ROW,
@@ -19,6 +23,8 @@ from trunkattn.planner.work_list import (
     SEGMENT_QUERIES,
     SEGMENT_SHARED_END,
     SEGMENT_START,
+    TileList,
+    WorkList,
 )
 
 
@@ -28,6 +34,32 @@ class KeyGrid(NamedTuple):
 
     span: int
     block: int
+
+
+def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: int = 0) -> TileList:
+    """The work list of a packing policy as a tile list: each item goes to the lowest tile that holds it.
+
+    fixed_chunk: see `SplitRule`.
+    """
+    heights = [tile.entries(rule.group_size) for tile in rule.tiles]
+    buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
+    per_tile = [EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
+    block_segments = np.array(per_tile, np.int32)[buckets]
+    grid = KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else KeyGrid(1, 1)
+    emitted = items_of_work(
+        (work.items, work.queries),
+        batch.block_table,
+        batch.query_positions,
+        batch.window,
+        rule.segment_size,
+        rule.page_size,
+        block_segments,
+        grid,
+    )
+    if rule.list_rule.is_nested:
+        emitted = nest(emitted, buckets, rule.list_rule.subtiles)
+    arrays: TileArrays = finish(emitted, buckets, len(rule.tiles), int(batch.query_start_loc[-1]), rule.fuse_up_to)
+    return TileList(*arrays, merges_taller=False)
 
 
 @njit(inner=True)
