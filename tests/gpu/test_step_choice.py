@@ -61,14 +61,19 @@ def chosen(fits: tuple[bool, ...], num_queries: int = 4) -> tuple[Any, list[int]
     asked: list[int] = []
     rule = SimpleNamespace(priced=SimpleNamespace(tilings=(FINE, LOW, TALL)), group_size=16)
     step: Any = SimpleNamespace(
-        rule=rule, num_queries=num_queries, predict=lambda: np.array([10, 30, 20]), fits=lambda: np.array(fits)
+        rule=rule,
+        num_queries=num_queries,
+        predict=lambda: np.array([10, 30, 20]),
+        fits=lambda: np.array(fits),
+        overlap=lambda numbers, chunks, costs, leftover: (
+            asked.extend(numbers) or (numbers[0], SimpleNamespace(total_ns=5, items=3))
+        ),
     )
     overlap: Any = SimpleNamespace(
         work_of=lambda chunks: None,
         chunk_times=lambda work: SimpleNamespace(without_decodes_ns=100),
-        best_of=lambda step, numbers, times: (
-            asked.extend(numbers) or (numbers[0], SimpleNamespace(total_ns=5, items=3))
-        ),
+        costs=None,
+        leftover=None,
         is_worth=lambda overlapped_ns, serial_ns: overlapped_ns < serial_ns,
         fills=lambda work, ns: False,
     )

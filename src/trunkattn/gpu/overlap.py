@@ -11,14 +11,7 @@ from trunkattn.gpu.hopper import spec as hopper
 from trunkattn.gpu.kernel import Kernels
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, stages_of
-from trunkattn.planner.tiles.overlap import (
-    ChunkTimes,
-    ChunkWork,
-    OverlapCosts,
-    Overlapped,
-    chunk_work,
-)
-from trunkattn.planner.tiles.step import TiledStep
+from trunkattn.planner.tiles.overlap import ChunkTimes, ChunkWork, OverlapCosts, chunk_work
 
 # Prompt chunks that take less time are not overlapped: decodes gain more from a free choice of tiles.
 _CHUNKS_WORTH_NS: Final = 20_000
@@ -110,10 +103,6 @@ class Overlap:
         """The stage of the separate launch for items that are not co-scheduled."""
         (stage,) = stages_of(self.rule, Tiling(0, waves=0))
         return stage
-
-    def best_of(self, step: TiledStep, numbers: list[int], chunks: ChunkTimes) -> tuple[int, Overlapped]:
-        """The candidate (among `numbers`, all single-height low tilings) whose step ends first."""
-        return step.overlap(numbers, chunks, self.costs, self.leftover)
 
 
 def overlap_candidates(

@@ -89,7 +89,7 @@ def choose_step(step: TiledStep, card: str, overlap: Overlap | None, chunks: Ste
     work = overlap.work_of(chunks)
     chunk_times = overlap.chunk_times(work)
     candidates = overlap_candidates(tilings, numbers, times, rule.group_size)
-    low, overlapped = overlap.best_of(step, candidates, chunk_times)
+    low, overlapped = step.overlap(candidates, chunk_times, overlap.costs, overlap.leftover)
     serial_ns = chunk_times.without_decodes_ns + times[fastest]
     is_worth = overlap.is_worth(overlapped.total_ns, serial_ns)
     return StepChoice(
