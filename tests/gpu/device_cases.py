@@ -143,7 +143,7 @@ def prepare(
     card: Card | None = None,
 ) -> Planned:
     card = card or make_card(num_sms=1, capability=80)
-    kind = InvariantPlanner if rule.uniform else DevicePlanner
+    kind = InvariantPlanner if rule.batch_invariant else DevicePlanner
     planner = kind(some_candidates(rule, candidate), capacity, limits, card, torch.device(device))
     buffers = {}
     for name, buffer in planner._buffers.items():

@@ -63,7 +63,7 @@ def record(group_size: int, capability: int, is_invariant: bool = False) -> list
             setattr(module, name, Recorder(getattr(kernel, "recorded", kernel)))
     tiles = (INVARIANT_TILE,) if is_invariant else decode_tiles(2, 128, group_size)
     configs = tuple(tile_config(replace(it, ctas_per_sm=2), 132) for it in tiles)
-    rule = TilingRule(configs, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20, uniform=is_invariant)
+    rule = TilingRule(configs, group_size, 8, 16, H100.times, 512, 10_000, 8, 50 << 20, batch_invariant=is_invariant)
     capacity = Capacity(256, 256, 512, 1 << 16)
     limits = invariant_limits(256, 512 * 16, 16) if is_invariant else tile_limits(rule, capacity)
     card = make_card(132, capability)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 def invariant_rule(group_size: int, page_size: int, rows: int = 32) -> TilingRule:
     tile = GpuTile(max(rows, group_size), 64, 2, 2, 4, (2000, 3000), (1500, 2500))
-    return replace(make_rule(group_size, page_size, 1, shapes=(tile,), num_kv_heads=2), uniform=True)
+    return replace(make_rule(group_size, page_size, 1, shapes=(tile,), num_kv_heads=2), batch_invariant=True)
 
 
 def random_batch(seed: int, page_size: int, window: int) -> StepTables:

@@ -52,7 +52,7 @@ def test_the_bits_of_the_host(group_size: int, window: int) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_batch_invariant_lists(window: int) -> None:
-    rule = replace(make_rule(4, 16, 132, shapes=(INVARIANT_TILE,), num_kv_heads=8), uniform=True)
+    rule = replace(make_rule(4, 16, 132, shapes=(INVARIANT_TILE,), num_kv_heads=8), batch_invariant=True)
     limits = invariant_limits(256, 512 * 16, rule.segment_size)
     planned = prepare(rule, Capacity(256, 256, 512, 1 << 20), None, limits, "cuda", make_card())
     for tree in TREES:

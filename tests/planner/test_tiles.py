@@ -70,7 +70,7 @@ def assert_runnable(tile_list: TileList, batch: StepTables, rule: TilingRule) ->
         assert (rows & 255)[rows > 0].min() == 0 and (rows >> 8 & 255).max() == item[QUERY_END] - item[QUERY_START]
         if shape.subtiles == 1:  # else the first subtile may have segments of this kind, too
             whole = block_segments * (shape.blocks_at_once if tile_list.merges_taller else 1)
-            full = 0 if rule.uniform else num_full(tile_list, item, batch, rule) // whole * whole
+            full = 0 if rule.batch_invariant else num_full(tile_list, item, batch, rule) // whole * whole
             assert item[SEGMENT_SHARED_END] - item[SEGMENT_START] == full
         slots, merged = (
             x[item[QUERY_START] : item[QUERY_END]] for x in (tile_list.partial_slots, tile_list.merge_slots)
@@ -115,7 +115,7 @@ def test_every_tiling_of_a_forest_keeps_the_invariants(case: tuple[TilingRule, S
 def test_every_work_list_becomes_a_tile_list_that_keeps_them(
     case: tuple[TilingRule, StepTables], policy: str, invariant: bool, above_mean: bool
 ) -> None:
-    batch, rule = case[1], replace(unnested(case[0]), uniform=invariant)
+    batch, rule = case[1], replace(unnested(case[0]), batch_invariant=invariant)
     columns = 2 if invariant else 1
     tallest = max(tile.rows for tile in rule.tiles)
     model = MODEL._replace(queries_per_tile=tallest // rule.group_size, group_size=rule.group_size)

@@ -175,5 +175,5 @@ def make_rule(
         partial_bytes=model.partial_bytes,
         fuse_up_to=_FUSE_UP_TO if fuses else 0,
         l2_bytes=card.facts.l2_bytes,
-        uniform=config.batch_invariant,
+        batch_invariant=config.batch_invariant,
     )

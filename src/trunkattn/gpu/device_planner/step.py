@@ -44,7 +44,7 @@ class DeviceTiles:
     @property
     def in_spans(self) -> bool:
         """Whether items are cut at spans of sequences that no batch changes."""
-        return self.rule.uniform
+        return self.rule.batch_invariant
 
     @property
     def kv_tokens(self) -> torch.Tensor:
@@ -83,7 +83,7 @@ class DeviceTiles:
     def described(self) -> tuple[str, str]:
         """Returns the tiling that was chosen, and why. It waits for the device."""
         assert self.gpu_plan.summary is not None
-        if self.rule.uniform:
+        if self.rule.batch_invariant:
             return BATCH_INVARIANT.policy, BATCH_INVARIANT.reason
         tiling = self.rule.priced.tilings[int(self.gpu_plan.summary[SUMMARY_CANDIDATE.value])]
         return tiling.name(self.rule), "least predicted time, found on the device"
@@ -110,7 +110,7 @@ class OnDevice:
             if (value := getattr(capacity, name)) > bound:
                 raise ValueError(f"{name}={value}: expected at most {bound} to plan on the device")
         self._rule, self._device = rule, device
-        planner = InvariantPlanner if rule.uniform else DevicePlanner
+        planner = InvariantPlanner if rule.batch_invariant else DevicePlanner
         self._planner = planner(candidates_of(rule), capacity, limits, card, device)
         self._starts = torch.arange(capacity.max_requests + 1, dtype=torch.int32, device=device)
         if device.type == "cuda":

@@ -35,7 +35,7 @@ class TilingRule:
 
     tiles: in ascending heights. card_times: times fitted to the card. head_bytes: bytes of one token's key and value of
     one KV head. partial_bytes: bytes to write and read one partial of all query heads. fuse_up_to: the most partials
-    that an item merges. l2_bytes: size of the L2 cache. uniform: no segment is marked as full, so that a row's
+    that an item merges. l2_bytes: size of the L2 cache. batch_invariant: no segment is marked as full, so that a row's
     arithmetic does not depend on the other rows of its tile (the kernel's two loops may round differently).
     """
 
@@ -48,7 +48,7 @@ class TilingRule:
     partial_bytes: int
     fuse_up_to: int
     l2_bytes: int
-    uniform: bool = False
+    batch_invariant: bool = False
 
     @property
     def launch_ns(self) -> int:

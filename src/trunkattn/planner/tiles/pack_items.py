@@ -43,7 +43,7 @@ def tile_work(rule: TilingRule, work: WorkList, batch: StepTables, fixed_chunk: 
     """
     heights = [tile.entries(rule.group_size) for tile in rule.tiles]
     buckets = np.searchsorted(heights, work.items[:, QUERY_END] - work.items[:, QUERY_START]).astype(np.int32)
-    per_tile = [EVERY if rule.uniform else tile.block_tokens // rule.segment_size for tile in rule.tiles]
+    per_tile = [EVERY if rule.batch_invariant else tile.block_tokens // rule.segment_size for tile in rule.tiles]
     block_segments = np.array(per_tile, np.int32)[buckets]
     grid = KeyGrid(fixed_chunk, rule.tiles[0].block_tokens) if fixed_chunk else KeyGrid(1, 1)
     emitted = items_of_work(
