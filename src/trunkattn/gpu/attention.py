@@ -7,6 +7,7 @@ how many tokens come with it. The same holds for a latent cache, which no prefil
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from trunkattn.gpu.kernel import kernels_of
 from trunkattn.gpu.launch import execute
 from trunkattn.gpu.layer import Geometry, Tensors
 from trunkattn.gpu.mla.spec import head_groups
-from trunkattn.gpu.step import GpuStep, HostTiles
+from trunkattn.gpu.step import GpuStep
 from trunkattn.gpu.step_planners import make_step_planner
 from trunkattn.gpu.workspace import Scales, Workspace
 from trunkattn.layer_inputs import LayerInputs
@@ -135,10 +136,10 @@ class GpuBackend:
         several_queries = into is None and bool((np.diff(rest.query_start_loc) > 1).any())
         geometry = into.geometry if into else self._geometry(batch.window, several_queries)
         placed = self._arrays.place(Lists(whole, positions, listed, choice.num_overlapped), geometry, into)
-        planned = tiles.tables  # its lengths and starts may be arrays of the caller, so they are copied
-        own = StepTables(planned.block_table, planned.seq_lens.copy(), planned.query_start_loc.copy(), planned.window)
+        tables = tiles.tables  # its lengths and starts may be arrays of the caller, so they are copied
+        own = replace(tables, seq_lens=tables.seq_lens.copy(), query_start_loc=tables.query_start_loc.copy())
         return GpuStep(
-            tiles=HostTiles(own, tiles.tiles, choice),
+            tiles=tiles._replace(tables=own),
             chunks=chunks,
             rule=self._planner.rule,
             kernels=self._kernels,
