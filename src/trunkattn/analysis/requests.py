@@ -99,8 +99,8 @@ class Requests(Sequence[LoggedRequest]):
     def __getitem__(self, place: int | slice | NDArray[Any]) -> "LoggedRequest | Requests":
         if isinstance(place, slice | np.ndarray):
             return self.with_rows(self.rows[place])
-        row = self.rows[place].item()
-        line, start, end, arrival, num_prompt_tokens, num_output_tokens, block_size, answers, turn, part = row[:10]
+        line, start, end, arrival, num_prompt_tokens, num_output_tokens, *others = self.rows[place].item()
+        block_size, num_answers, turn, part, session, model = others
         return LoggedRequest(
             line=line,
             arrival=None if isnan(arrival) else arrival,
@@ -108,10 +108,10 @@ class Requests(Sequence[LoggedRequest]):
             num_output_tokens=None if num_output_tokens == UNKNOWN else num_output_tokens,
             blocks=self.blocks.numbers[start:end],
             block_size=block_size,
-            num_answers=answers,
-            session=None if row[10] == UNKNOWN else self._names[row[10]],
+            num_answers=num_answers,
+            session=None if session == UNKNOWN else self._names[session],
             turn=turn,
-            model=None if row[11] == UNKNOWN else self._names[row[11]],
+            model=None if model == UNKNOWN else self._names[model],
             part=part,
         )
 
