@@ -48,6 +48,15 @@ def test_experts_of_4_bits_take_as_much_as_their_files(name: str, gigabytes: flo
     assert model_shape(name).total_bytes() / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [("llama-3-8b", 131_072), ("qwen2.5-7b", 57_344), ("gpt-oss-20b", 49_152), ("deepseek-v3", 70_272)],
+)
+def test_a_token_takes_its_bytes_of_the_cache(name: str, num_bytes: int) -> None:
+    assert Prices(model_shape(name), PRICES.card).token_bytes == num_bytes
+    assert Prices(model_shape(name), PRICES.card, kv_cache_dtype="float8_e4m3fn").token_bytes == num_bytes // 2
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
 def test_a_weight_takes_the_bytes_of_its_dtype(dtype: str, width: int) -> None:
     for field in ("dtype", "torch_dtype"):
@@ -88,6 +97,7 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"torch_dtype": "int3"}, "its dtype is none of bfloat16"),
         ({"num_kv_shared_layers": 20}, "its num_kv_shared_layers tells of layers that do not cache what others do"),
         ({"global_head_dim": 512}, "its global_head_dim tells of layers that do not cache what others do"),
+        ({"head_dim": None, "hidden_size": 16}, "its heads have no elements"),
         ({"v_head_dim": 64}, "its values have another head_dim"),
         ({"index_topk": 2048}, "its layers attend only to chosen tokens"),
         ({"mamba_d_state": 128, "attn_layer_period": 8}, "its mamba_d_state tells of layers that are no attention"),
@@ -185,9 +195,11 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path, monkeypatch:
     assert model_shape(str(tmp_path / "mine.json")).name == "mine"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert model_shape("~/mine.json").name == "mine"
-    for wrong in ("[", "[" * 100_000):
+    monkeypatch.chdir(tmp_path)
+    assert model_shape(".").name == model_shape("config.json").name == tmp_path.name
+    for wrong, message in (("[", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[1]", "holds no JSON object")):
         (tmp_path / "config.json").write_text(wrong)
-        with pytest.raises(ValueError, match="is not JSON"):
+        with pytest.raises(ValueError, match=message):
             model_shape(str(tmp_path))
     with pytest.raises(ValueError, match=r"model='lama': expected one of llama-3-8b, .*, or a config.json"):
         model_shape("lama")

@@ -123,7 +123,7 @@ def model_shape(model: str) -> ModelShape:
     """
     if model in CONFIGS:
         return shape_of(model, CONFIGS[model])
-    path = expanded(model)
+    path = expanded(model).absolute()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(CONFIGS)
@@ -135,7 +135,7 @@ def model_shape(model: str) -> ModelShape:
         raise ValueError(f"model={model!r}: {reason}; expected a model's config.json") from error
     if not isinstance(config, dict):
         raise ValueError(f"model={model!r}: {path} holds no JSON object; expected a model's config.json")
-    return shape_of((path.parent.name if path.name == "config.json" else path.stem) or model, config)
+    return shape_of(path.parent.name if path.name == "config.json" else path.stem, config)
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
