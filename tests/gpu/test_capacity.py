@@ -68,18 +68,22 @@ def test_a_batch_invariant_plan_holds_every_batch_of_its_capacity(tree: str) -> 
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
-    """Without that the next batch would be patched into the forest of the refused one."""
-    backend = GpuBackend(replace(CONFIG, policy="cascade"), torch.device("cpu"), CAPACITY)
+    """The batch before it, and its own next step, have the plans of a back end that has not seen it."""
+    config = replace(CONFIG, policy="cascade")
+    backend = GpuBackend(config, torch.device("cpu"), CAPACITY)
     batch = tree_batch(parse_tree("1,4_48,32"), 16)
     arrays = StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED)
-    first = backend.plan(arrays)
     other = replace(arrays, block_table=arrays.block_table + 100)
-    limits, backend._planner.limits = backend._planner.limits, replace(backend._planner.limits, items=1)
-    with pytest.raises(ValueError, match="of 1 that a plan"):
-        backend.plan(other)
-    backend._planner.limits = limits
-    again = backend.plan(arrays)
-    assert np.array_equal(again.tiles.tile_list().segments, first.tiles.tile_list().segments)
+    for after in (arrays, replace(other, seq_lens=other.seq_lens - 1)):
+        backend.plan(arrays)
+        limits, backend._planner.limits = backend._planner.limits, replace(backend._planner.limits, items=1)
+        with pytest.raises(ValueError, match="of 1 that a plan"):
+            backend.plan(replace(other, seq_lens=other.seq_lens - 2))
+        backend._planner.limits = limits
+        found, expected = (
+            it.plan(after).tiles.tile_list() for it in (backend, GpuBackend(config, torch.device("cpu"), CAPACITY))
+        )
+        assert np.array_equal(found.segments, expected.segments) and np.array_equal(found.items, expected.items)
 
 
 def test_rows_beyond_the_plan_stay_in_an_output_of_any_strides() -> None:

@@ -180,7 +180,6 @@ def overlapped(step: Step, gpu: Gpu) -> tuple:
 
 def whole_step(step: Step, gpu: Gpu) -> tuple:
     """What a back end makes of the step, all of its choices together; or what it says if that does not fit."""
-    gpu.attention._planner.forget()
     try:
         planned = gpu.attention.plan(gpu.batch, None)
     except ValueError as error:

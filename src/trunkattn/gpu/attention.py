@@ -106,13 +106,10 @@ class GpuBackend:
         used again."""
         try:
             return self._plan(batch, into.gpu_plan if into else None)
-        except Exception as error:
-            self._planner.forget()  # its forest may already be that of this batch, which has no plan
-            if isinstance(error, MemoryError | torch.OutOfMemoryError):
-                raise ValueError(too_large(self.config.policy, "lists for which there is no memory")) from error
-            if isinstance(error, OverflowError):
-                raise ValueError(too_large(self.config.policy, "lists that have over 2^31 numbers")) from error
-            raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ValueError(too_large(self.config.policy, "lists for which there is no memory")) from error
+        except OverflowError as error:
+            raise ValueError(too_large(self.config.policy, "lists that have over 2^31 numbers")) from error
 
     def _plan(self, batch: StepTables, into: GpuPlan | None) -> GpuStep:
         """Takes the prompt chunks out if the plan has room for any, plans the rest, then the chunks within the partial
@@ -165,7 +162,6 @@ class GpuBackend:
         says are prompt chunks."""
         on_device = self._planner.on_device
         assert on_device and self._capacity
-        self._planner.forget()  # the host does not see this batch, so it cannot patch its forest for the next one
         gpu_plan = into.gpu_plan if into else self._reserve(window, with_chunks=self._capacity.max_chunk_tokens > 0)
         listed = self._list_chunks(chunks, window) if chunks else None
         tiles = on_device.plan(tables, window, gpu_plan, listed)

@@ -66,7 +66,6 @@ class ChunkPlanner:
             keeps_whole: with policy `auto`, chunks that share nothing are not cut.
         """
         chunks, auto = division.chunks, self._config.policy == "auto"
-        self._planner.forget()  # a row may be another request than in the step before
         keeps_whole = keeps_whole and auto
         if keeps_whole and bool(self._planner.forest(chunks)[0].is_leaf.all()):
             planned = self._keep_whole(chunks)

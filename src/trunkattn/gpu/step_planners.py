@@ -63,10 +63,6 @@ class StepPlanner(ABC):
     def plan(self, batch: StepTables, chunks: StepTables | None) -> HostTiles:
         """Plans a batch. chunks: the prompt chunks of the step; None: there are none."""
 
-    def forget(self) -> None:
-        """Forgets the last batch, because the next one may not be the step after it."""
-        self.forests.forget()
-
     def _forest(self, batch: StepTables) -> tuple[Forest, StepTables]:
         """The prefix forest of a batch, and the batch with the block table that the forest was made of."""
         forest, table = self.forests.forest(batch)

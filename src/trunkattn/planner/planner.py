@@ -143,10 +143,6 @@ class Planner:
         self.spec = spec
         self._last: _Last | None = None
 
-    def forget(self) -> None:
-        """Makes the next plan start from scratch, because the last one was not used."""
-        self._last = None
-
     def plan(self, batch: StepTables) -> Planned:
         """The work list of a checked batch: the same bits as from a planner that has never seen another batch."""
         last = self._update(batch)
