@@ -91,6 +91,7 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
     ("change", "message"),
     [
         ({"hidden_size": None}, "its config gives none as hidden_size: expected an integer above 0"),
+        ({"sliding_window": True}, "its config gives True as sliding_window"),
         ({"vocab_size": "many"}, "its config gives 'many' as vocab_size"),
         ({"layer_types": ["linear_attention"] * 32}, "layers of type linear_attention, which are no attention"),
         ({"quantization_config": {"quant_method": "odd"}}, "quantized by 'odd', whose size is not known"),
