@@ -28,7 +28,7 @@ of every model type, make test-models; of kernels for every card and head dimens
 endef
 export SKIPPED
 
-test: .venv/.stamp-model  ## Run all tests
+test: .venv/.stamp-model  ## Run all tests that need no GPU
 	$(ON_CPU) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -rs -n 2 --dist loadfile
 	@echo "$$SKIPPED"
 

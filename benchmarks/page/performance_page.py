@@ -190,8 +190,8 @@ hide: [toc]
 
 {WRITTEN}
 
-Where requests share a prefix, decoding is faster by what they share. Where they share nothing, it is as fast as the
-fastest peer. The losses stand below, the largest first.
+The more of their prefix requests share, the faster decoding is than with kernels that read each request for itself.
+Where they share nothing, it is about as fast as the fastest peer. What is slower stands below, the largest loss first.
 
 <div class="charts" markdown="1">
 
@@ -207,7 +207,9 @@ Milliseconds in vLLM {versions}, Llama-3-8B's shape, bf16. FA3 is FlashAttention
 
 ## Where it loses
 
-The worst case of each topic, the largest first. Folded is the worst of each kind from {SHOWN:.2f}× on; topics list all.
+The worst case of the {UNFOLDED} topics that lose most, the largest first. Folded below is the worst of every other
+kind from {SHOWN:.2f}× on. The page of a topic lists all of its losses. "From" is the best case of the same kind;
+below 1× it is a gain.
 
 {loss_tables(worst_losses(found))}
 
@@ -240,11 +242,13 @@ def readme() -> str:
     cpu_loss = cpu_engine["vllm"]["decode_tokens_per_second"] / cpu_engine["trunkattn auto"]["decode_tokens_per_s"] - 1
     eight = [1 / speed for speed in shapes.over_bfloat16("shapes-h200")]
     head = ["workload", "H100: FlashAttention-3", "TrunkAttention", "H200: FlashAttention-3", "TrunkAttention"]
+    (narrow,) = [max(loss.ratio for loss in made.losses) for made in [latent.narrow()] if made]
     alone = max(loss.ratio for loss in cpu.streams().losses)
     where = f"""**Where it loses.** One request on a CPU takes {alone:.1f}× llama.cpp's time. {training.in_words()}
-One of six batches in GPT-OSS's shape takes {slowest:.2f}× FlashAttention-3's time in vLLM. With an fp8 cache, shared
-batches take {min(eight):.2f} to {max(eight):.2f}× the time of bf16 on average. Where nothing is shared, two H200s are
-{percent(loss)} slower, and the engine on a CPU is {percent(cpu_loss)} behind vLLM's."""
+One batch in GPT-OSS's shape takes {slowest:.2f}× FlashAttention-3's time in vLLM, and an fp8 latent cache up
+to {narrow:.2f}× FlashMLA's. With an fp8 cache, shared batches take {min(eight):.2f} to {max(eight):.2f}× bf16's time on
+average. Where nothing is shared, two H200s are {percent(loss)} slower, and the engine on a CPU {percent(cpu_loss)}
+behind vLLM's."""
     return f"""Time per output token in vLLM {versions_of("vllm", names)}, ms (Llama-3-8B's shape, bf16):
 
 {table(head, rows)}

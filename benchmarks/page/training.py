@@ -95,12 +95,13 @@ def over_cudnn() -> list[float]:
 def in_words() -> str:
     """What the README says of losses in training on an H100, in sentences."""
     rows, trees = named("h100"), rows_of("trees-h100")
-    found = [f"Our own training kernels reach {span(over_cudnn())} of the speed of PyTorch's cuDNN on an H100."]
+    first = f"Our training kernels reach {span(over_cudnn())} of PyTorch's cuDNN's speed on an H100"
     if default := speeds(rows, "default", tuple(PEERS)):
-        found.append(f"What `flash_attention` takes by default reaches {span(default)} of the fastest peer's speed.")
+        first += f", and `flash_attention` by default {span(default)} of the fastest peer's (both passes)"
+    found = [f"{first}."]
     if by_tree := speeds(trees, "one_pass", ("cudnn_flex",)):
         slower = span(1 / speed for speed in by_tree)
-        found.append(f"Prefix trees take {slower} times as long in our own kernels as in cuDNN's.")
+        found.append(f"Prefix trees take {slower}× cuDNN's time in our kernels.")
     elif by_flex := speeds(trees, "repeated", ("flex_attention",)):
         most = f"{1 / min(by_flex):.2f}× the time of FlexAttention on their tree"
         found.append(f"Sequences that repeat a prefix take up to {most} (`tree=` is not measured yet).")
@@ -159,6 +160,11 @@ def ratios(row: Row) -> list[str]:
     return [f"{each[0]:.2f}" if each else "" for each in found]
 
 
+def least(times: Sequence[float]) -> str:
+    """The best case of a loss, if there are several."""
+    return f"from {min(times):.2f}×" if f"{min(times):.2f}" != f"{max(times):.2f}" else ""
+
+
 def losses_of(card: str, rows: Sequence[Row]) -> list[Loss]:
     """One loss for each peer that is faster somewhere: of what a user gets, if it was measured, and of own kernels."""
     found = []
@@ -172,7 +178,7 @@ def losses_of(card: str, rows: Sequence[Row]) -> list[Loss]:
             times = [1 / speed for part in parts for speed in speeds(rows, way, (peer,), part)]
             if times and max(times) > NOTICEABLE:
                 where = f"{name}, {card.upper()}: {'forward' if len(parts) == 1 else 'forward, backward or both'}"
-                found.append(Loss(where, PEERS[peer], max(times), f"from {min(times):.2f}×"))
+                found.append(Loss(where, PEERS[peer], max(times), least(times)))
     return found
 
 
@@ -230,13 +236,14 @@ def trees() -> Section | None:
         for row in rows_of(name)
     ]
     head = ["card", "tree", *ways.values(), "speed-up over repeated", "work saved"]
+    heads = and_(dict.fromkeys(f"{row['heads']} heads of {row['head_dim']}" for row in all_rows))
     text = f"""## Prefix trees
 
-Milliseconds forward + backward, bf16. A tree is its levels from the root. "TrunkAttention" is `flash_attention` with
-`tree=`, which is cuDNN's flex_attention where it is installed; "cuDNN flex" is the same called directly; TRL's way
-gathers the path from the root to every segment. "Repeated" is `flash_attention` of every sequence by itself, which
-computes a prefix for each of its branches. The last columns are what a tree saves: measured, and counted as pairs of a
-query and a key. {measured(all_rows)}
+Milliseconds forward + backward, {heads}, bf16. A tree is its levels from the root, each as
+segments × their tokens. "TrunkAttention" is `flash_attention` with `tree=`, which is cuDNN's flex_attention where it is
+installed; "cuDNN flex" is the same called directly; TRL's way gathers the path from the root to every segment.
+"Repeated" is `flash_attention` of every sequence by itself, which computes a prefix for each of its branches. The last
+columns are what a tree saves: measured, and counted as pairs of a query and a key. {measured(all_rows)}
 
 {table(head, rows, 2)}
 {plans(names)}
@@ -288,7 +295,7 @@ def tree_losses(name: str) -> list[Loss]:
         for peer in TREE_PEERS:
             times = [1 / speed for speed in speeds(rows, way, (peer,))]
             if times and max(times) > NOTICEABLE:
-                found.append(Loss(where, f"{TREE_PEERS[peer]} on the tree", max(times), f"from {min(times):.2f}×"))
+                found.append(Loss(where, f"{TREE_PEERS[peer]} on the tree", max(times), least(times)))
     return found
 
 

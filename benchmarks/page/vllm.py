@@ -20,7 +20,12 @@ from benchmarks.page.common import (
 from benchmarks.page.names import traffic, use_of
 
 FA3 = "FlashAttention-3"
-NAMES = {"FLASH_ATTN": FA3, "fa3": FA3, "triton": "SGLang's Triton kernels"}  # of engines' own back ends
+NAMES = {
+    "FLASH_ATTN": FA3,
+    "fa3": FA3,
+    "fa3@16": f"{FA3}, pages of 16",
+    "triton": "SGLang's Triton kernels",
+}  # of engines' own back ends
 BOTH = ("FLASH_ATTN", "CUSTOM")
 MODELS = {
     "gpt-oss": "GPT-OSS", "gemma-3": "Gemma 3", "qwen2.5-7b": "Qwen2.5-7B", "qwen3-next": "Qwen3-Next",
@@ -251,8 +256,8 @@ def invariance() -> Section:
 
 Milliseconds per token with `VLLM_BATCH_INVARIANT=1` on an H100, 16 layers of Llama-3-8B's shape. The price is our time
 over our time without it; what vLLM's linear layers pay is part of it. The tokens and log-probabilities of
-{bits["cold"]} of {bits["of"]} requests have the same bits by themselves and batched, and of {bits["cached"]} with a
-cached prefix.
+{bits["cold"]} of {bits["of"]} requests have the same bits by themselves and batched, and those of {bits["cached"]}
+also with a cached prefix.
 
 {table(head, rows, 2)}
 

@@ -14,7 +14,7 @@ from trunkattn.layer_inputs import LayerInputs, Scale, check_layer, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED, PlanStats
 from trunkattn.step_inputs import PromptChunks, StepInputs, all_on_gpu, check_chunks, check_on_device, check_step
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, described
 
 
 class Plan:
@@ -116,17 +116,31 @@ class BatchAttention:
             sizes, and a CUDA graph captured with it serves every batch that `plan(..., into=plan)` puts there. Without
             a capacity a later plan may move the workspace, and an earlier graph must not be replayed then.
 
+    Sources: PAT, https://arxiv.org/abs/2511.22333, §5, and RelayAttention, https://arxiv.org/abs/2402.14808, §3.
+
     Raises:
         ValueError: with the reasons, if the device cannot run the configuration.
+
+    Example:
+        >>> config = AttentionConfig(num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16, dtype=torch.float32)
+        >>> attention = BatchAttention(config, device="cpu")
+        >>> trunk, leaves = torch.arange(64).expand(3, 64), torch.arange(64, 67).view(3, 1)  # pages of 3 requests
+        >>> block_table = torch.cat([trunk, leaves], dim=1).int()
+        >>> plan = attention.plan(block_table, torch.tensor([1025, 1030, 1040], dtype=torch.int32))
+        >>> k_cache, v_cache = torch.randn(2, 67, 16, 2, 64)
+        >>> attention.run(plan, torch.randn(3, 4, 64), k_cache, v_cache).shape
+        torch.Size([3, 4, 64])
+        >>> plan.stats.kv_tokens_read, plan.stats.kv_tokens_per_query
+        (1047, 3095)
     """
 
     def __init__(
         self, config: AttentionConfig, device: torch.device | str = "cuda", capacity: Capacity | None = None
     ) -> None:
         if not isinstance(config, AttentionConfig):
-            raise TypeError(f"config is a {type(config).__name__}: expected an AttentionConfig")
+            raise TypeError(f"config is {described(config)}: expected an AttentionConfig")
         if capacity is not None and not isinstance(capacity, Capacity):
-            raise TypeError(f"capacity is a {type(capacity).__name__}: expected a Capacity or None")
+            raise TypeError(f"capacity is {described(capacity)}: expected a Capacity or None")
         reasons = config.supports(device)
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -244,7 +258,7 @@ class BatchAttention:
 
     def _check_own(self, name: str, plan: Any) -> None:
         if not isinstance(plan, Plan):
-            raise TypeError(f"{name} is a {type(plan).__name__}: expected a Plan")
+            raise TypeError(f"{name} is {described(plan)}: expected a Plan")
         if plan.owner is not self:
             raise ValueError(f"{name} belongs to another BatchAttention: expected a plan made by this one")
 

@@ -2,7 +2,8 @@
 
 import math
 from numbers import Real
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +12,32 @@ from numpy.typing import NDArray
 from trunkattn.config import AttentionConfig
 from trunkattn.derivatives import check_none
 from trunkattn.numerics import GPU_OFFSET_END, MAX_INT32
-from trunkattn.validate import check_apart, check_dense, check_disjoint, check_memory, check_plain, written
+from trunkattn.validate import (
+    check_apart,
+    check_dense,
+    check_disjoint,
+    check_memory,
+    check_plain,
+    described,
+    shape_text,
+    written,
+)
 
 Scale = float | torch.Tensor | None
+
+_Q_AXES: Final = ("num_query_tokens", "num_qo_heads")
+_CACHE_AXES: Final = ("num_pages", "page_size", "num_kv_heads")
+_AXES: Final = MappingProxyType(
+    {
+        "q": (*_Q_AXES, "head_dim"),
+        "q[0]": (*_Q_AXES, "latent_dim"),
+        "q[1]": (*_Q_AXES, "head_dim - latent_dim"),
+        "k_cache": (*_CACHE_AXES, "head_dim"),
+        "v_cache": (*_CACHE_AXES, "head_dim_v"),
+        "out": (*_Q_AXES, "head_dim_v"),
+        "sinks": ("num_qo_heads",),
+    }
+)
 
 
 class LayerInputs(NamedTuple):
@@ -47,12 +71,13 @@ def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
         return arguments
     q, q_rope = q if isinstance(q, tuple) and len(q) == 2 else (q, None)
     if not isinstance(k_cache, torch.Tensor):
-        raise TypeError(f"k_cache is a {type(k_cache).__name__}: expected a torch.Tensor")
+        raise TypeError(f"k_cache is {described(k_cache)}: expected a torch.Tensor")
     check_dense("k_cache", k_cache)
     if k_cache.dim() != 3 or k_cache.shape[1:] != (config.page_size, config.head_dim):
         raise ValueError(
-            f"k_cache has shape {tuple(k_cache.shape)}: expected (any, {config.page_size}, {config.head_dim}), rows of "
-            f"a latent cache, the first latent_dim={latent_dim} columns of which are the values"
+            f"k_cache has shape {tuple(k_cache.shape)}: expected (num_pages, page_size={config.page_size}, "
+            f"head_dim={config.head_dim}), rows of a latent cache, the first latent_dim={latent_dim} columns of which "
+            "are the values"
         )
     values = k_cache[..., :latent_dim]
     if v_cache is not None and not _is_same_view(v_cache, values):
@@ -136,19 +161,18 @@ def _tensor(
 ) -> None:
     """Checks a tensor. shape: the first size may be None, which stands for any."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        raise TypeError(f"{name} is {described(tensor)}: expected a torch.Tensor")
     check_dense(name, tensor)
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if dtype is not None and tensor.dtype != dtype:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}, as in the AttentionConfig")
     if dtype is None and not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating dtype")
     check_none(name, tensor, "this attention has no derivatives; use torch.no_grad() and plain tensors")
     given, wanted_shape = (tensor.shape[1:], shape[1:]) if shape and shape[0] is None else (tensor.shape, shape)
     if tensor.dim() != len(shape) or given != wanted_shape:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape_text(_AXES[name], shape)}")
     if not torch.compiler.is_compiling():  # a traced tensor has no memory, and the op checks the real one
         check_plain(name, tensor)
         check_memory(name, tensor)
@@ -168,7 +192,7 @@ def _check_scale(name: str, value: Any, num_kv_heads: int, device: torch.device)
         number: Any = value if isinstance(value, int) else float(value)  # an int may be too large for a float
         finite = bool(abs(number) <= torch.finfo(torch.float32).max)
     else:
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a number, a tensor or None")
+        raise TypeError(f"{name} is {described(value)}: expected a number, a tensor or None")
     if not finite:
         given = written(value) if isinstance(value, int) else value
         raise ValueError(f"{name}={given}: expected finite numbers in the range of float32")

@@ -1,6 +1,7 @@
 """The arguments of `BatchAttention.plan`: what the host can see of them is checked before a plan is made."""
 
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -9,9 +10,19 @@ from numpy.typing import NDArray
 from trunkattn.compiled import njit
 from trunkattn.config import Capacity
 from trunkattn.numerics import MAX_INT32
-from trunkattn.validate import check_dense, check_int, check_memory
+from trunkattn.validate import check_dense, check_int, check_memory, described, shape_text
 
 Int32Array = NDArray[np.int32]
+
+_AXES: Final = MappingProxyType(
+    {
+        "block_table": ("num_requests", "max_pages"),
+        "seq_lens": ("num_requests",),
+        "query_start_loc": ("num_requests + 1",),
+        "chunks.query_lens": ("chunks",),
+        "chunks.seq_lens": ("chunks",),
+    }
+)
 
 
 class StepInputs(NamedTuple):
@@ -42,18 +53,17 @@ class PromptChunks(NamedTuple):
 def _int32(name: str, tensor: Any, shape: tuple[int | None, ...], device: torch.device) -> Int32Array:
     """The tensor as a NumPy array, or an error that names it. None in `shape`: any size."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        raise TypeError(f"{name} is {described(tensor)}: expected a torch.Tensor")
     check_dense(name, tensor)
     if tensor.device.type not in ("cpu", device.type):
         raise ValueError(f"{name} is on {tensor.device}: expected {device}, like the BatchAttention")
     if tensor.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32")
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32; use {name}.int()")
     wrong = tensor.dim() != len(shape) or any(
         want is not None and got != want for got, want in zip(tensor.shape, shape, strict=False)
     )
     if wrong:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({wanted})")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {shape_text(_AXES[name], shape)}")
     check_memory(name, tensor)
     return tensor.contiguous().cpu().numpy()
 
@@ -77,13 +87,14 @@ def check_on_device(inputs: StepInputs) -> None:
 def check_chunks(chunks: PromptChunks, inputs: StepInputs, page_size: int, capacity: Capacity) -> None:
     """Checks the lengths of a step's prompt chunks, which the host gets in addition to the tables on the device."""
     if not isinstance(chunks, PromptChunks):
-        raise TypeError(f"chunks is a {type(chunks).__name__}: expected PromptChunks or None")
+        raise TypeError(f"chunks is {described(chunks)}: expected PromptChunks or None")
     number = len(chunks.query_lens) if isinstance(chunks.query_lens, torch.Tensor) and chunks.query_lens.dim() else 0
     cpu = torch.device("cpu")
     query_lens = _int32("chunks.query_lens", chunks.query_lens, (number,), cpu)
     seq_lens = _int32("chunks.seq_lens", chunks.seq_lens, (number,), cpu)
     if inputs.block_table.dim() != 2:
-        raise ValueError(f"block_table has shape {tuple(inputs.block_table.shape)}: expected (requests, pages)")
+        expected = shape_text(_AXES["block_table"], (None, None))
+        raise ValueError(f"block_table has shape {tuple(inputs.block_table.shape)}: expected {expected}")
     rows, columns = inputs.block_table.shape
     most = min(rows, capacity.max_requests)
     if not 1 <= number <= most:
@@ -205,8 +216,14 @@ def _describe(found: _Found, arrays: tuple[Int32Array, Int32Array, Int32Array], 
     if problem == _NEGATIVE_LENGTH:
         return f"seq_lens[{row}]={lens[row]}: expected at least 0"
     if problem == _TOO_MANY_QUERIES:
-        return f"seq_lens[{row}]={lens[row]}: expected at least its {starts[row + 1] - starts[row]} query tokens"
+        queries = starts[row + 1] - starts[row]
+        return (
+            f"seq_lens[{row}]={lens[row]}: expected at least {queries}, for it counts the query tokens of this step too"
+        )
     if problem == _TOO_LONG:
         most = table.shape[1] * page_size
         return f"seq_lens[{row}]={lens[row]}: expected at most {most}, block_table's columns × page_size"
-    return f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}"
+    return (
+        f"block_table[{row}, {column}]={table[row, column]}: expected a page id from 0 to {num_pages - 1}, for "
+        f"seq_lens[{row}]={lens[row]} reaches this page"
+    )

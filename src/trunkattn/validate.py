@@ -86,6 +86,20 @@ def _pieces(value: object, most: int) -> Iterator[str]:
             yield repr(value)
 
 
+def described(value: object) -> str:
+    """What a value is, for a message about one of a wrong type: "a list", "an int", "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' or name == 'ndarray' else 'a'} {name}"
+
+
+def shape_text(axes: Iterable[str], sizes: Iterable[int | None]) -> str:
+    """A shape for a message, with the name of each axis and, unless it may be any, its size."""
+    each = zip(axes, sizes, strict=True)
+    return f"({', '.join(axis if size is None else f'{axis}={size}' for axis, size in each)})"
+
+
 def check_real(name: str, value: object, expected: str) -> float:
     """`value` as a finite float. The caller checks the range that `expected` describes."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -155,7 +169,7 @@ def check_memory(name: str, tensor: Any) -> None:
     """Raises ValueError unless a tensor has memory of its own."""
     if not has_memory(tensor):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__} without memory of its own: expected a plain tensor, outside "
+            f"{name} is {described(tensor)} without memory of its own: expected a plain tensor, outside "
             "transformations of torch.func; use to_local() of a DTensor"
         )
 

@@ -106,7 +106,9 @@ def test_a_latent_cache_of_e5m2_says_that_its_kernel_was_not_timed() -> None:
     _, explanation = explained("1,4,64_1024,512,128", prices)
     text = printed(explanation, prices).replace("\n", " ")
     assert "The portable latent decode kernel computes it and was not timed" in text
-    assert verdict(explanation).startswith("Sharing would save 89 % of the KV reads, and no time: attention takes ")
+    assert verdict(explanation).startswith(
+        "Sharing would save 89 % of the KV reads from memory, and no time: attention "
+    )
     assert any("was not timed" in sentence for sentence in explanation_dict(explanation, prices)["assumptions"])
 
 

@@ -183,21 +183,30 @@ def test_bad_tensors_are_refused() -> None:
     (q, cache), tables = tensors_of(config, SHARED), tables_of(SHARED)
     latent, separate = BatchAttention(config, "cpu"), BatchAttention(plain, "cpu")
     plan, plain_plan = latent.plan(*tables), separate.plan(*tables)
-    with pytest.raises(ValueError, match=r"k_cache has shape .*: expected \(any, 16, 48\), rows of a latent cache"):
+    with pytest.raises(
+        ValueError,
+        match=r"k_cache has shape .*: expected \(num_pages, page_size=16, head_dim=48\), rows of a latent cache",
+    ):
         latent.run(plan, q, cache[..., :40])
-    with pytest.raises(TypeError, match=r"k_cache is a NoneType: expected a torch\.Tensor"):
+    with pytest.raises(TypeError, match=r"k_cache is None: expected a torch\.Tensor"):
         latent.run(plan, q, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k_cache has layout torch\.sparse_coo: expected a dense tensor"):
         latent.run(plan, q, cache.to_sparse())
-    with pytest.raises(ValueError, match=r"expected \(any, 16, 48\), rows of a latent cache"):
+    with pytest.raises(ValueError, match=r"expected \(num_pages, page_size=16, head_dim=48\), rows of a latent cache"):
         latent.run(plan, q, cache.unsqueeze(2))
     with pytest.raises(ValueError, match="v_cache is another tensor than the first 32 columns of k_cache"):
         latent.run(plan, q, cache, cache[..., :LATENT].clone())
     with pytest.raises(ValueError, match="v_cache is another tensor"):
         latent.run(plan, q, cache, cache[..., ROPE:])
-    with pytest.raises(ValueError, match=r"q\[1\] has shape \(3, 8, 15\): expected \(3, 8, 16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"q\[1\] has shape \(3, 8, 15\): expected \(num_query_tokens=3, num_qo_heads=8, head_dim - lat",
+    ):
         latent.run(plan, (q[..., :LATENT], q[..., 33:]), cache)
-    with pytest.raises(ValueError, match=r"q\[0\] has shape \(3, 8, 48\): expected \(3, 8, 32\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"q\[0\] has shape \(3, 8, 48\): expected \(num_query_tokens=3, num_qo_heads=8, latent_dim=32\)",
+    ):
         latent.run(plan, (q, q[..., LATENT:]), cache)
     with pytest.raises(ValueError, match="v_cache is missing: expected a tensor, or a configuration with latent_dim"):
         separate.run(plain_plan, q, cache.unsqueeze(2))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -153,7 +154,7 @@ def test_a_model_is_given_once(tiny_folder: Path) -> None:
     twice = CliRunner().invoke(app, ["generate", str(tiny_folder), "--model", str(tiny_folder), *arguments])
     assert twice.exit_code == 2 and "expected one" in " ".join(twice.output.split())
     none = CliRunner().invoke(app, ["serve"])
-    assert none.exit_code == 2 and "no model given" in none.output
+    assert none.exit_code == 2 and "no model given" in none.output and ".gguf" in none.output
 
 
 def test_a_name_on_hugging_face_is_told_how_to_become_a_folder() -> None:
@@ -210,6 +211,16 @@ def test_an_answer_that_was_cut_is_marked_beside_the_text(tiny_folder: Path) -> 
     assert result.exit_code == 0, result.output
     assert result.stderr.count("cut after 3 tokens") == 2 and "cut after" not in result.stdout
     assert "6 tokens" in result.stderr and "tokens/s" in result.stderr and "first token after" in result.stderr
+
+
+def test_one_prompt_has_one_time_to_its_first_token(tiny_folder: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", str(tiny_folder), "--prompt", "One", "--max-tokens", "2"])
+    assert re.search(r"first token after \d+\.\d\d s", result.stderr), result.stderr
+
+
+def test_a_page_without_tokens_is_refused_before_the_demo_loads_anything() -> None:
+    with pytest.raises(ValueError, match="page_size=0: expected an integer of at least 1"):
+        DemoOptions(page_size=0)
 
 
 def without(*packages: str) -> str:

@@ -1,7 +1,9 @@
 """Docstrings begin with a noun or a verb, so that a reader need not guess what is returned."""
 
 import ast
+import doctest
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,16 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     assert len(files) > 400
     found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in without_subject(file.read_text())]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in sorted((ROOT / "src").rglob("*.py")) if ">>>" in file.read_text()],
+    ids=lambda file: file.stem,
+)
+def test_examples_in_docstrings_print_what_they_say(file: Path) -> None:
+    module = import_module(".".join(file.relative_to(ROOT / "src").with_suffix("").parts))
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_int8_weights_answer_as_the_model_with_the_rounded_weights(tiny_model: M
 
 
 def test_int8_weights_need_float32_on_a_cpu(tiny_model: MakeModel) -> None:
-    with pytest.raises(ValueError, match=r"quantization='int4': expected None or one of int8"):
+    with pytest.raises(ValueError, match=r"quantization='int4': expected int8; leave it out to keep"):
         EngineConfig(quantization="int4")
     with pytest.raises(ValueError, match=r"quantization='int8': expected dtype float32 on a CPU, not torch.bfloat16"):
         LLM(tiny_model("llama").path, quantization="int8", dtype="bfloat16")

@@ -179,7 +179,7 @@ INTS = {
     "more than rows": (PromptChunks(0, *[torch.ones(10, dtype=torch.int32)] * 2), "10 requests: expected 1 to 9"),
     "float": (PromptChunks(0, torch.ones(1), torch.ones(1, dtype=torch.int32)), "query_lens has dtype torch.float32"),
     "lengths": (PromptChunks(0, torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)),
-                r"chunks.seq_lens has shape \(1,\): expected \(2\)"),
+                r"chunks.seq_lens has shape \(1,\): expected \(chunks=2\)"),
     "first": (PromptChunks(17, torch.ones(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)),
               "chunks.first_token=17: expected an integer from 0 to 16"),
     "empty": (PromptChunks(0, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)),
@@ -231,5 +231,5 @@ def test_the_result_holds_no_row_of_another_token(backend: GpuBackend) -> None:
 
 def test_a_block_table_that_is_none_is_refused() -> None:
     one = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"block_table has shape \(1,\): expected \(requests, pages\)"):
+    with pytest.raises(ValueError, match=r"block_table has shape \(1,\): expected \(num_requests, max_pages\)"):
         check_chunks(PromptChunks(0, one, one), StepInputs(one, one, None, None, None), 16, CAPACITY)

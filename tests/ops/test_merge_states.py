@@ -98,8 +98,8 @@ OUT, LSE = random_state(0)
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"out_a": 1}, TypeError, "out_a is a int: expected a torch.Tensor"),
-        ({"lse_b": None}, TypeError, "lse_b is a NoneType"),
+        ({"out_a": 1}, TypeError, "out_a is an int: expected a torch.Tensor"),
+        ({"lse_b": None}, TypeError, "lse_b is None"),
         ({"out_a": OUT.int()}, TypeError, r"out_a has dtype torch\.int32: expected a floating dtype"),
         (
             {"out_b": OUT.to(torch.float8_e4m3fn)},
@@ -114,7 +114,7 @@ OUT, LSE = random_state(0)
         ),
         ({"lse_b": LSE.long()}, TypeError, r"lse_b has dtype torch\.int64"),
         ({"out_b": OUT[:4]}, ValueError, r"out_b has shape \(4, 3, 8\): expected \(5, 3, 8\), like out_a"),
-        ({"lse_a": LSE[:, :2]}, ValueError, r"lse_a has shape \(5, 2\): expected \(5, 3\)"),
+        ({"lse_a": LSE[:, :2]}, ValueError, r"lse_a has shape \(5, 2\): expected \(5, 3\), that of out_a without"),
         ({"lse_b": LSE.unsqueeze(-1)}, ValueError, r"lse_b has shape \(5, 3, 1\): expected \(5, 3\)"),
         ({"out_b": OUT.to("meta")}, ValueError, "out_b is on meta: expected cpu, like out_a"),
         ({"lse_a": LSE.to("meta")}, ValueError, "lse_a is on meta"),

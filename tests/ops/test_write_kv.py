@@ -78,7 +78,7 @@ SLOTS = torch.tensor([0, -1, 23])
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"k": None}, TypeError, "k is a NoneType: expected a torch.Tensor"),
+        ({"k": None}, TypeError, "k is None: expected a torch.Tensor"),
         ({"v_cache": [1]}, TypeError, "v_cache is a list"),
         ({"slot_mapping": [0, 1, 2]}, TypeError, "slot_mapping is a list"),
         ({"slot_mapping": SLOTS.int()}, TypeError, r"slot_mapping has dtype torch\.int32: expected torch\.int64"),
@@ -86,9 +86,21 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"slot_mapping": SLOTS.to("meta")}, ValueError, "slot_mapping is on meta"),
         ({"slot_mapping": SLOTS + 1}, ValueError, r"slot_mapping\[2\]=24: expected a slot from 0 to 23, or -1"),
         ({"slot_mapping": SLOTS - 1}, ValueError, r"slot_mapping\[1\]=-2: expected a slot from 0 to 23, or -1"),
-        ({"slot_mapping": SLOTS[:2]}, ValueError, r"k has shape \(3, 2, 8\): expected \(2, 2, 8\)"),
-        ({"k": K[:, :1]}, ValueError, r"k has shape \(3, 1, 8\): expected \(3, 2, 8\)"),
-        ({"v": K}, ValueError, r"v has shape \(3, 2, 8\): expected \(3, 2, 5\)"),
+        (
+            {"slot_mapping": SLOTS[:2]},
+            ValueError,
+            r"k has shape \(3, 2, 8\): expected \(num_tokens=2, num_kv_heads=2, head_dim=8\)",
+        ),
+        (
+            {"k": K[:, :1]},
+            ValueError,
+            r"k has shape \(3, 1, 8\): expected \(num_tokens=3, num_kv_heads=2, head_dim=8\), by k_cache",
+        ),
+        (
+            {"v": K},
+            ValueError,
+            r"v has shape \(3, 2, 8\): expected \(num_tokens=3, num_kv_heads=2, head_dim=5\), by v_cache",
+        ),
         ({"k": K.to("meta")}, ValueError, "k is on meta"),
         ({"v": V.to("meta")}, ValueError, "v is on meta"),
         ({"k_cache": K_CACHE.to("meta")}, ValueError, "k_cache is on meta"),
@@ -163,9 +175,17 @@ LATENT_ARGUMENTS = {
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"latent": None}, TypeError, "latent is a NoneType: expected a torch.Tensor"),
-        ({"rope": torch.zeros(3, 1, 5)}, ValueError, r"rope has shape \(3, 1, 5\): expected \(3, head_dim - latent"),
-        ({"rope": torch.zeros(2, 5)}, ValueError, r"rope has shape \(2, 5\): expected \(3, head_dim - latent_dim\)"),
+        ({"latent": None}, TypeError, "latent is None: expected a torch.Tensor"),
+        (
+            {"rope": torch.zeros(3, 1, 5)},
+            ValueError,
+            r"rope has shape \(3, 1, 5\): expected \(num_tokens=3, head_dim - latent",
+        ),
+        (
+            {"rope": torch.zeros(2, 5)},
+            ValueError,
+            r"rope has shape \(2, 5\): expected \(num_tokens=3, head_dim - latent_dim\)",
+        ),
         ({"cache": torch.ones(6, 4, 1, 13)}, ValueError, r"cache has shape \(6, 4, 1, 13\): expected \(num_pages, pag"),
         ({"cache": torch.ones(6, 4, 12)}, ValueError, "cache has rows of 12 numbers: expected 8 [+] 5"),
         ({"cache": torch.ones(6, 4, 13).int()}, TypeError, r"cache has dtype torch\.int32: expected one of"),

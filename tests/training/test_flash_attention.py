@@ -278,7 +278,7 @@ SUMS = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_k": int32(0, 5, 11)}
 POSITIVE = "expected None or a number from 1.18e-38 to 1.7e+38, the range of float32 in base 2"
 BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (TypeError, "q is a list: expected a torch.Tensor", {"q": [0.0]}),
-    (TypeError, "v is a NoneType: expected a torch.Tensor", {"v": None}),
+    (TypeError, "v is None: expected a torch.Tensor", {"v": None}),
     (ValueError, "q is on meta: expected cpu or cuda", {"q": Q.to("meta")}),
     (ValueError, "k is on meta: expected cpu or cuda", {"k": K.to("meta")}),
     (ValueError, "q has layout torch.sparse_coo: expected a dense tensor", {"q": Q.detach().to_sparse()}),
@@ -286,7 +286,7 @@ BAD: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "sinks has layout torch.sparse_coo: expected a dense", {"sinks": torch.zeros(4).to_sparse()}),
     (TypeError, "q has dtype torch.int64: expected one of torch.float16, torch.bfloat16", {"q": Q.long()}),
     (TypeError, "k has dtype torch.float16: expected torch.float32, like q", {"k": K.half()}),
-    (ValueError, "q has shape (5, 4, 8): expected 4 dimensions", {"q": Q[0]}),
+    (ValueError, "q has shape (5, 4, 8): expected (batch, seqlen, heads, head_dim), or cu_seqlens_q", {"q": Q[0]}),
     (ValueError, "k has shape (2, 7, 2, 9): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(2, 7, 2, 9)}),
     (ValueError, "k has shape (3, 7, 2, 8): expected q's head_dim, 8, and batch, 2", {"k": torch.zeros(3, 7, 2, 8)}),
     (ValueError, "v has shape (2, 6, 2, 8): expected (2, 7, 2, head_dim), as k has", {"v": K[:, :6]}),
@@ -318,7 +318,11 @@ BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
     (ValueError, "q has shape (2, 5, 4, 8): expected (tokens, heads, head_dim), as cu_seqlens_q is given", {"q": Q}),
     (TypeError, "cu_seqlens_q is a list: expected a torch.Tensor", {"cu_seqlens_q": [0, 9]}),
     (ValueError, "cu_seqlens_q has layout torch.sparse_coo: expected", {"cu_seqlens_q": int32(0, 4, 9).to_sparse()}),
-    (TypeError, "cu_seqlens_k has dtype torch.int64: expected torch.int32", {"cu_seqlens_k": torch.tensor([0, 5, 11])}),
+    (
+        TypeError,
+        "cu_seqlens_k has dtype torch.int64: expected torch.int32; use cu_seqlens_k.int()",
+        {"cu_seqlens_k": torch.tensor([0, 5, 11])},
+    ),
     (ValueError, "cu_seqlens_k is on meta: expected cpu, like q", {"cu_seqlens_k": int32(0, 5, 11).to("meta")}),
     (ValueError, "cu_seqlens_k has shape (2,): expected (num_sequences + 1)", {"cu_seqlens_k": int32(0, 11)}),
     (ValueError, "cu_seqlens_q has shape (0,): expected (num_sequences + 1)", {"cu_seqlens_q": int32()}),

@@ -183,8 +183,11 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences[0] has dtype float64: expected integers", lambda: PrefixTree.from_sequences([[1.5]])),
     ("sequences[0] has dtype bool: expected integers", lambda: PrefixTree.from_sequences([[True, False]])),
     ("sequences is a bytes: expected a list of", lambda: PrefixTree.from_sequences(b"ab")),  # type: ignore[arg-type]
-    ("sequences is a int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
+    ("sequences is an int: expected a list of sequences", lambda: PrefixTree.from_sequences(5)),  # type: ignore[arg-type]
     ("sequences is a str: expected a list of sequences", lambda: PrefixTree.from_sequences("ab")),  # type: ignore
+    ("sequences[0]=1: expected token ids, a list or", lambda: PrefixTree.from_sequences([1, 2])),  # type: ignore
+    ("prompt='hi': expected token ids, a list or", lambda: PrefixTree.from_prompt("hi", [[1]])),  # type: ignore
+    ("answers[0]=3: expected token ids, a list or", lambda: PrefixTree.from_prompt([1], [3, 4])),  # type: ignore
     ("sequences[0] is a list without integers of one", lambda: PrefixTree.from_sequences([[1, [2]]])),  # type: ignore
     (
         "sequences[0] hides entries behind a mask: expected all of them; use sequences[0].compressed()",
@@ -192,8 +195,8 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ),
     ("sequences[0] is a Tensor without", lambda: PrefixTree.from_sequences([torch.zeros(2, device="meta").long()])),
     (f"sequences[0] holds {1 << 63}: expected integers of at most", lambda: PrefixTree.from_sequences([[1 << 63]])),
-    ("answers is a NoneType: expected a list of", lambda: PrefixTree.from_prompt([1], None)),  # type: ignore[arg-type]
-    ("parents is a int: expected a list of integers", lambda: PrefixTree.from_segments(3, [1])),  # type: ignore
+    ("answers is None: expected a list of", lambda: PrefixTree.from_prompt([1], None)),  # type: ignore[arg-type]
+    ("parents is an int: expected a list of integers", lambda: PrefixTree.from_segments(3, [1])),  # type: ignore
     ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> … -> 0: expected", lambda: segments(*range(1, 9000), 0)),
     ("parents[0]=1: expected -1 or a segment on the path", lambda: segments(*range(1, 9000), -1)),
     ("weights[0] is a list: expected a torch.Tensor of real", lambda: segments(-1).pack([[1, 1]])),  # type: ignore
@@ -213,7 +216,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("answers[1] is empty: expected at least one token", lambda: PrefixTree.from_prompt([1], [[1], []])),
     ("answers[2] is a prefix of answers[0]", lambda: PrefixTree.from_prompt([1], [[4, 5, 6], [4, 7], [4, 5]])),
     ("parents is empty: expected at least one segment", lambda: PrefixTree.from_segments([], [])),
-    ("parents is a NoneType: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
+    ("parents is None: expected a list of integers", lambda: PrefixTree.from_segments(None, [1])),  # type: ignore[arg-type]
     ("lengths has 1 entries: expected 2, one for each", lambda: PrefixTree.from_segments([-1, 0], [1])),
     ("lengths[1]=0: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 0])),
     ("lengths[1]=1.5: expected an integer of at least 1", lambda: PrefixTree.from_segments([-1, 0], [1, 1.5])),  # type: ignore

@@ -99,10 +99,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
     ("group_info[0][0]=0: expected an integer of at least 1", lambda: formats.from_group_info([[0, 1]])),
     ("group_info[0][1]=-1: expected an integer of at least 0", lambda: formats.from_group_info([[1, -1]])),
-    ("group_info is a NoneType: expected a list of groups", lambda: formats.from_group_info(None)),  # type: ignore
-    ("group_info[0] is a int: expected a list of integers", lambda: formats.from_group_info([3])),  # type: ignore
+    ("group_info is None: expected a list of groups", lambda: formats.from_group_info(None)),  # type: ignore
+    ("group_info[0] is an int: expected a list of integers", lambda: formats.from_group_info([3])),  # type: ignore
     ("group_ids[2]=0 comes again: expected each group in", lambda: formats.from_group_ids([0, 1, 0], [0, 0, 0])),
-    ("segments is a NoneType: expected TreeSegments", lambda: formats.from_tree_segments(None)),  # type: ignore
+    ("segments is None: expected TreeSegments", lambda: formats.from_tree_segments(None)),  # type: ignore
     ("segment 2 of tree lies below a suffix", lambda: formats.to_group_info(DEEP)),
     *(
         ("tree is a list: expected a trunkattn.PrefixTree", functools.partial(convert, [[1], [2]]))  # type: ignore

@@ -165,7 +165,8 @@ def collect(
     first = [one.metrics.time_to_first_token for one in results.values()]
     seconds = [each for each in first if each is not None]
     if seconds:
-        errors.print(f"first token after {min(seconds):.2f} to {max(seconds):.2f} s", style="dim", highlight=False)
+        bounds = dict.fromkeys(f"{each(seconds):.2f}" for each in (min, max))  # one number if they are equal
+        errors.print(f"first token after {' to '.join(bounds)} s", style="dim", highlight=False)
     return [results[position] for position in range(count)]
 
 

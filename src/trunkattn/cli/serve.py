@@ -48,6 +48,7 @@ def run_serve(options: ServeOptions) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it names the temporary files of a conversion
     with _bound(server) as listener:
         with importing():
             from trunkattn.server import AppServer, create_app

@@ -26,7 +26,7 @@ class ThreadLimit:
 
     Example:
         >>> limit = ThreadLimit()
-        >>> with limit.applied():
+        >>> with limit.applied():  # doctest: +SKIP
         ...     logits = model(tokens)
     """
 

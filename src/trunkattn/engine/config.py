@@ -148,7 +148,7 @@ class EngineConfig:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            expected = f"None or one of {', '.join(QUANTIZATIONS)}"
+            expected = f"{' or '.join(QUANTIZATIONS)}; leave it out to keep the weights as they are"
             raise ValueError(f"quantization={self.quantization!r}: expected {expected}")
         for name, known in (("policy", POLICIES), ("execution", EXECUTIONS)):
             value = getattr(self, name)

@@ -346,7 +346,9 @@ def unsupported(config: AttentionConfig, device: torch.device) -> list[str]:
     """Why a GPU does not run an attention; empty: it does."""
     if 0 < torch.cuda.device_count() <= (device.index or 0):
         return [f"torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0"]
-    reasons = [] if torch.cuda.is_available() else ["torch finds no CUDA device"]
+    reasons = []
+    if not torch.cuda.is_available():
+        reasons.append("torch finds no CUDA device; use the device cpu, or a CUDA build of torch and an NVIDIA GPU")
     if find_spec("triton") is None:
         reasons.append("the package triton is not installed; use pip install triton")
     return reasons + refusals(config, card_at(device))

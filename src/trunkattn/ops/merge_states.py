@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from trunkattn.validate import check_dense
+from trunkattn.validate import check_dense, described
 
 
 def merge_states(
@@ -15,10 +15,11 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention state of the union of two disjoint sets of keys.
 
-    The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf).
+    The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf). Source: RelayAttention,
+    https://arxiv.org/abs/2402.14808, §3.3.
 
     Args:
-        out_a, out_b: [..., head_dim_v], a floating dtype of 16 bits or more.
+        out_a, out_b: [..., head_dim_v], a floating dtype of 16 bits or more, which may be two different ones.
         lse_a, lse_b: [...] float32 or float64, natural log-sum-exp of the logits. Where both are +inf, which attention
             to finite logits never makes, out is NaN, as the softmax of two infinite logits is.
 
@@ -36,7 +37,7 @@ def merge_states(
     """
     for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+            raise TypeError(f"{name} is {described(tensor)}: expected a torch.Tensor")
         check_dense(name, tensor)
         if not tensor.is_floating_point() or tensor.itemsize < (4 if name.startswith("lse") else 2):
             wide = "a floating dtype of 16 bits or more"
@@ -50,7 +51,8 @@ def merge_states(
         raise ValueError(f"out_b has shape {tuple(out_b.shape)}: expected {tuple(out_a.shape)}, like out_a")
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         if lse.shape != out_a.shape[:-1]:
-            raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {tuple(out_a.shape[:-1])}")
+            expected = f"{tuple(out_a.shape[:-1])}, that of out_a without head_dim_v"
+            raise ValueError(f"{name} has shape {tuple(lse.shape)}: expected {expected}")
     # Two empty states, as two that weigh nothing: -inf - -inf is NaN, and so is any gradient that passes it.
     empty = torch.maximum(lse_a, lse_b) == -math.inf
     safe_a, safe_b = (lse.masked_fill(empty, 0.0) for lse in (lse_a, lse_b))

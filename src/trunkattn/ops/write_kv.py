@@ -9,7 +9,15 @@ from trunkattn.cpu.write_kv import write_on_cpu
 from trunkattn.derivatives import check_none
 from trunkattn.dtypes import KV_KINDS
 from trunkattn.gpu.cards import E4M3_NEEDS, card_at
-from trunkattn.validate import check_apart, check_dense, check_disjoint, check_memory, check_plain
+from trunkattn.validate import (
+    check_apart,
+    check_dense,
+    check_disjoint,
+    check_memory,
+    check_plain,
+    described,
+    shape_text,
+)
 
 
 def write_kv(
@@ -18,7 +26,8 @@ def write_kv(
     """Stores token i's key and value in slot `slot_mapping[i]` = page * page_size + offset; slot -1 is skipped.
 
     All tensors are on the CPU or on one GPU, and new values are no part of a cache. Values are cast to the cache's
-    dtype. On a GPU the host does not look at the slots, and the kernel skips one outside the cache.
+    dtype. On a GPU the host does not look at the slots, and the kernel skips one outside the cache. Source:
+    PagedAttention, https://arxiv.org/abs/2309.06180, §4.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim].
@@ -66,14 +75,13 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
     """
     _check_slots(slot_mapping)
     for name, tensor, shape in (
-        ("latent", latent, (len(slot_mapping), "latent_dim")),
-        ("rope", rope, (len(slot_mapping), "head_dim - latent_dim")),
+        ("latent", latent, (f"num_tokens={len(slot_mapping)}", "latent_dim")),
+        ("rope", rope, (f"num_tokens={len(slot_mapping)}", "head_dim - latent_dim")),
         ("cache", cache, ("num_pages", "page_size", "head_dim")),
     ):
         _check_tensor(name, tensor)
         if tensor.dim() != len(shape) or (name != "cache" and len(tensor) != len(slot_mapping)):
-            expected = ", ".join(map(str, shape))
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({expected})")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({', '.join(shape)})")
     width = latent.shape[1]
     if width + rope.shape[1] != cache.shape[2]:
         raise ValueError(
@@ -116,14 +124,14 @@ class _New(NamedTuple):
 
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        raise TypeError(f"{name} is {described(tensor)}: expected a torch.Tensor")
     check_dense(name, tensor)
 
 
 def _check_slots(slot_mapping: Any) -> None:
     _check_tensor("slot_mapping", slot_mapping)
     if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64")
+        raise TypeError(f"slot_mapping has dtype {slot_mapping.dtype}: expected torch.int64; use slot_mapping.long()")
     if slot_mapping.dim() != 1:
         raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}: expected (num_tokens)")
 
@@ -174,8 +182,11 @@ def _check(new: _New, num_tokens: int) -> None:
         raise TypeError(f"{new.cache_name} has dtype {cache.dtype}: expected one of {', '.join(map(str, KV_KINDS))}")
     if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and not card_at(cache.device).has_e4m3:
         raise TypeError(f"{new.cache_name} has dtype {cache.dtype}: {E4M3_NEEDS}")
-    expected = (num_tokens, *cache.shape[2:])
-    if tuple(new.tensor.shape) != expected:
+    shape = (num_tokens, *cache.shape[2:])
+    if tuple(new.tensor.shape) != shape:
+        expected = (
+            f"{shape_text(('num_tokens', 'num_kv_heads', 'head_dim'), shape)}, by {new.cache_name} and slot_mapping"
+        )
         raise ValueError(f"{new.name} has shape {tuple(new.tensor.shape)}: expected {expected}")
 
 

@@ -10,7 +10,7 @@ from trunkattn.numerics import GPU_OFFSET_END, MAX_GPU_SOFT_CAP, MAX_GPU_TOKENS,
 from trunkattn.training import spec
 from trunkattn.training.prefix_tree import check_is_tree
 from trunkattn.training.sequences import LARGEST_BLOCK
-from trunkattn.validate import check_dense, check_int, check_plain, check_positive
+from trunkattn.validate import check_dense, check_int, check_plain, check_positive, described
 
 DTYPES: Final = MappingProxyType({"cuda": spec.DTYPES, "cpu": (*spec.DTYPES, torch.float64)})
 
@@ -90,7 +90,7 @@ def _packed_by(cu_seqlens_q: Any, cu_seqlens_k: Any, tree: Any) -> str:
 def _check_tensor(name: str, value: Any) -> None:
     """Raises unless it is a dense tensor."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
+        raise TypeError(f"{name} is {described(value)}: expected a torch.Tensor")
     if type(value) is not torch.Tensor and hasattr(value, "to_local"):
         raise ValueError(f"{name} is a DTensor: expected a tensor of this process alone; use {name}.to_local()")
     if value.layout != torch.strided or value.is_nested:  # asked first: a call takes longer, and an eager step has many
@@ -112,7 +112,8 @@ def _check_tensors(q: Any, k: Any, v: Any, packed: str) -> None:
         if tensor.is_cuda and not compiling:  # torch.compile traces no question of how a view is read
             check_plain(name, tensor)
         if tensor.dim() != (3 if packed else 4):
-            expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else "4 dimensions"
+            unpacked = "(batch, seqlen, heads, head_dim), or cu_seqlens_q and cu_seqlens_k for packed sequences"
+            expected = f"(tokens, heads, head_dim), as {packed} is given" if packed else unpacked
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
         if tensor.is_cuda and not compiling and tensor.shape[-3] > MAX_GPU_TOKENS:
             expected = f"at most {MAX_GPU_TOKENS} on a GPU; attend to fewer sequences at a time, or on a CPU"
@@ -160,7 +161,7 @@ def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
             continue
         _check_tensor(name, sums)
         if sums.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32")
+            raise TypeError(f"{name} has dtype {sums.dtype}: expected torch.int32; use {name}.int()")
         if sums.device != q.device:
             raise ValueError(f"{name} is on {sums.device}: expected {q.device}, like q")
         if sums.dim() != 1 or sums.shape[0] == 0 or sums.shape != cu_seqlens_q.shape:

@@ -27,7 +27,7 @@ from trunkattn.training.token_trie import (
     token_arrays,
 )
 from trunkattn.training.tree_segments import check_segments, table_numbers
-from trunkattn.validate import check_dense, check_memory, has_memory
+from trunkattn.validate import check_dense, check_memory, described, has_memory
 
 _Made = TypeVar("_Made")
 _MOST_TOKENS: Final = MAX_INT32 // 4 * 4 - LARGEST_BLOCK  # for `table_length` fits in int32, too
@@ -79,8 +79,9 @@ class PrefixTree:
             ValueError, TypeError: they are in another order, have too many tokens, or are no segments.
         """
         if not isinstance(segments, Segments):
-            found = type(segments).__name__
-            raise TypeError(f"segments is a {found}: make a tree by a class method, such as PrefixTree.from_sequences")
+            raise TypeError(
+                f"segments is {described(segments)}: make a tree by a class method, such as PrefixTree.from_sequences"
+            )
         num_tokens = segments.bounds[-1]
         if num_tokens > _MOST_TOKENS:
             raise ValueError(f"lengths sum to {num_tokens}: expected at most {_MOST_TOKENS} tokens a tree")
@@ -345,7 +346,7 @@ class PrefixTree:
             TypeError, ValueError: `values` is no tensor, or has not one row for each packed token.
         """
         if not isinstance(values, torch.Tensor):
-            raise TypeError(f"values is a {type(values).__name__}: expected a torch.Tensor")
+            raise TypeError(f"values is {described(values)}: expected a torch.Tensor")
         check_dense("values", values)
         if values.dim() < 1 or values.shape[0] != self.num_tokens:
             raise ValueError(f"values has shape {tuple(values.shape)}: expected ({self.num_tokens}, ...)")
@@ -378,14 +379,14 @@ def check_is_tree(tree: Any) -> None:
         TypeError: it is something else.
     """
     if not isinstance(tree, PrefixTree):
-        raise TypeError(f"tree is a {type(tree).__name__}: expected a trunkattn.PrefixTree")
+        raise TypeError(f"tree is {described(tree)}: expected a trunkattn.PrefixTree")
 
 
 def _check_values(name: str, value: Any) -> None:
     """Raises unless it is a dense tensor of real numbers that has them, and that no gradient is asked of."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
-        found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
-        raise TypeError(f"{name} {found}: expected a torch.Tensor of real numbers")
+        found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is {described(value)}"
+        raise TypeError(f"{name} {found}: expected a torch.Tensor of real numbers, one for each token of the sequence")
     check_dense(name, value)
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from trunkattn.validate import described, shown
+
 Tokens: TypeAlias = Sequence[int] | torch.Tensor | np.ndarray
 
 _MOST: Final = (1 << 63) - 1
@@ -43,10 +45,11 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
     try:
         array = tokens.numpy(force=True) if isinstance(tokens, torch.Tensor) else np.asarray(tokens)
     except (RuntimeError, TypeError, ValueError) as error:  # nested lists, tensors without data
-        found = type(tokens).__name__
-        raise TypeError(f"{name} is a {found} without integers of one dimension: expected them") from error
+        raise TypeError(f"{name} is {described(tokens)} without integers of one dimension: expected them") from error
     if np.ma.is_masked(tokens):
         raise ValueError(f"{name} hides entries behind a mask: expected all of them; use {name}.compressed()")
+    if array.ndim == 0:
+        raise TypeError(f"{name}={shown(tokens)}: expected token ids, a list or an array of integers")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension of integers")
     if array.size == 0:
@@ -66,7 +69,7 @@ def check_list(name: str, value: Any, of: str) -> Any:
         TypeError, ValueError: the value is something else, or an array without a dimension.
     """
     if not isinstance(value, Sequence | torch.Tensor | np.ndarray) or isinstance(value, str | bytes):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a list of {of}")
+        raise TypeError(f"{name} is {described(value)}: expected a list of {of}")
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
         raise ValueError(f"{name} has shape (): expected a list of {of}")
     return value.unbind() if isinstance(value, torch.Tensor) and value.is_nested else value

@@ -9,7 +9,7 @@ import torch
 
 from trunkattn.training.prefix_tree import PrefixTree, check_is_tree
 from trunkattn.training.token_trie import Segments, Tokens, check_equal, check_list, integer_list, token_array
-from trunkattn.validate import check_int
+from trunkattn.validate import check_int, described
 
 
 def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> PrefixTree:
@@ -131,7 +131,7 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
     if not isinstance(ranges, torch.Tensor):
-        raise TypeError(f"ranges is a {type(ranges).__name__}: expected a torch.Tensor")
+        raise TypeError(f"ranges is {described(ranges)}: expected a torch.Tensor")
     if ranges.dim() != 2 or ranges.shape[1] != 2:
         raise ValueError(f"ranges has shape {tuple(ranges.shape)}: expected (tokens, 2)")
     for token, number in enumerate(token_array("ranges[:, 0]", ranges[:, 0]).tolist()):
@@ -224,7 +224,7 @@ def from_tree_segments(segments: TreeSegments) -> PrefixTree:
         ValueError, TypeError: naming the argument, its value and what was expected.
     """
     if not isinstance(segments, TreeSegments):
-        raise TypeError(f"segments is a {type(segments).__name__}: expected TreeSegments")
+        raise TypeError(f"segments is {described(segments)}: expected TreeSegments")
     columns: dict[str, Any] = {name: token_array(name, getattr(segments, name)).tolist() for name in segments._fields}
     depths = columns.pop("depths")
     tree = PrefixTree.from_segments(columns.pop("parents"), columns.pop("lengths"), **columns)

@@ -101,11 +101,11 @@ def verdict(explanation: Explanation) -> str:
         span, one_by_one, shared = "a layer", explanation.layers[0].one_by_one_us, explanation.layers[0].auto.layer_us
     if one_by_one < _FASTER * shared:
         return (
-            f"Sharing would save {figures.percent(reads)} of the KV reads, and no time: attention takes {shared:,.1f} "
-            f"µs {span} either way."
+            f"Sharing would save {figures.percent(reads)} of the KV reads from memory, and no time: attention takes "
+            f"{shared:,.1f} µs {span} either way."
         )
     return (
-        f"Sharing saves {figures.percent(reads)} of the KV reads, and attention takes "
+        f"Sharing saves {figures.percent(reads)} of the KV reads from memory, and attention takes "
         f"{shared:,.1f} µs {span}, not {one_by_one:,.1f}: {one_by_one / shared:.1f} times as fast."
     )
 

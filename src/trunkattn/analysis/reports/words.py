@@ -25,7 +25,7 @@ def verdict(replays: Sequence[Replay]) -> str:
         if abs(gain) >= _WORTH:
             more = "shorter" if gain > 0 else "longer"
             text += (
-                f"; this library's attention makes the time per token {figures.percent(abs(gain))} {more} without it"
+                f"; the time per token is still {figures.percent(abs(gain))} {more}, by this library's kernels alone"
             )
     elif gain < -_WORTH:
         text += f"costs {figures.percent(-gain)} of the time per token"

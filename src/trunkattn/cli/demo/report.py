@@ -199,7 +199,7 @@ def cache_table(result: DemoResult) -> Table:
     paged, contiguous = result.cache["paged"], result.cache["contiguous"]
     settings = result.settings
     table = Table(
-        "", f"pages of {settings['page_size']} tokens", f"{settings['max_model_len']:,} tokens each",
+        "", f"pages of {settings['page_size']} tokens", f"{settings['max_model_len']:,} for each request",
         title="The KV cache at the widest step", title_style="bold",
     )  # fmt: skip
     for column in table.columns[1:]:

@@ -40,7 +40,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Command line of `trunkattn demo`. Raises ValueError for too few tokens; the engine checks the page size."""
+    """Command line of `trunkattn demo`. Raises ValueError for a number that is too small."""
 
     max_tokens: Annotated[int, integer_option(SAMPLING, f"Most tokens of an answer, at least {LEAST_DEMO_TOKENS}.")] = (
         64
@@ -51,6 +51,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, LEAST_DEMO_TOKENS)
+        check_int("page_size", self.page_size, at_least=1)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,10 @@ def _one_model(argument: Path | None, option: Path | None) -> Path:
         raise typer.BadParameter(f"given together with MODEL={str(argument)!r}: expected one", param_hint="--model")
     model = option if argument is None else argument
     if model is None:
-        raise typer.BadParameter("no model given: expected MODEL, or --model PATH", param_hint="--model")
+        raise typer.BadParameter(
+            "no model given: expected MODEL or --model PATH, a local Hugging Face folder or a .gguf file",
+            param_hint="--model",
+        )
     return model
 
 

@@ -9,6 +9,7 @@ from trunkattn import PrefixTree, flash_attention
 from trunkattn.integrations.transformers.masks import NAME
 from trunkattn.integrations.transformers.models import why_no_tree
 from trunkattn.training.prefix_tree import check_is_tree
+from trunkattn.validate import described
 
 _CHECKED: Final = "_trunkattn_checked"  # on position ids: what they were checked against, and their version
 # Arguments of an attention that change what it computes, and that this one does not have.
@@ -186,7 +187,7 @@ def _check_packing(
         raise ValueError(f"{missing} is None: expected both of cu_seq_lens_q and cu_seq_lens_k, or neither")
     for name in given:
         if not isinstance(options[name], torch.Tensor):
-            raise TypeError(f"{name} is a {type(options[name]).__name__}: expected a torch.Tensor of integers")
+            raise TypeError(f"{name} is {described(options[name])}: expected a torch.Tensor of integers")
     shape = None if mask is None else tuple(mask.shape)
     if tree is not None and rows != 1:
         raise ValueError(f"tree is given with a batch of {rows} rows: expected one row, its packed tokens")
