@@ -67,6 +67,8 @@ def test_every_query_token_is_in_one_half(seed: int, above: int) -> None:
     assert np.array_equal(np.diff(rest.query_start_loc), np.where(query_lens > above, 0, query_lens))
     assert np.array_equal(np.diff(chunks.query_start_loc), query_lens[rows])
     assert np.array_equal(chunks.seq_lens, batch.seq_lens[rows])
+    assert np.array_equal(rest.seq_lens, batch.seq_lens) and np.array_equal(rest.block_table, batch.block_table)
+    assert chunks.block_table.shape == (len(rows), -(-chunks.seq_lens.max() // page_size))
     row_of = np.repeat(np.arange(len(query_lens)), query_lens)
     assert (query_lens[row_of[division.chunk_tokens]] > above).all()
     assert (query_lens[row_of[division.rest_tokens]] <= above).all()
@@ -88,7 +90,9 @@ def test_chunks_are_planned_and_joined(seed: int, policy: str) -> None:
     planned = Planner(spec_of(policy, page_size)).plan(division.chunks)
     check_plan(planned)
     work = planned.work
-    joined, listed = join(empty_tiles(), work, division)
+    rest = np.arange(len(division.rest_tokens), dtype=np.int32)
+    joined, listed = join(replace(empty_tiles(), queries=rest), work, division)
+    assert np.array_equal(joined.queries, division.rest_tokens)
     assert joined.num_slots == 3 + work.num_slots
     assert np.array_equal(listed.partial_slots == DIRECT, work.partial_slots == DIRECT)
     assert np.array_equal(np.sort(listed.partial_slots[listed.partial_slots != DIRECT]), 3 + np.arange(work.num_slots))
