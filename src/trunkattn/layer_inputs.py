@@ -137,7 +137,6 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
             raise ValueError(f"{name} has strides {tensor.stride()}: expected {expected}")
     if out is not None:
         _tensor("out", out, (num_query_tokens, config.num_qo_heads, width), config.dtype, device)
-        check_apart("out", out)
     if (sinks is not None) != config.sinks:
         raise ValueError(
             f"sinks is {'missing' if config.sinks else 'given'}: the configuration has sinks={config.sinks}, "
@@ -150,7 +149,8 @@ def check_layer(config: AttentionConfig, device: torch.device, num_query_tokens:
     for name in ("q_scale", "k_scale", "v_scale"):
         _check_scale(name, getattr(inputs, name), heads, device)
     _check_product(config, inputs, device)
-    if out is not None and not torch.compiler.is_compiling():
+    if out is not None and not torch.compiler.is_compiling():  # the op sees where tensors lie
+        check_apart("out", out)
         given = zip(inputs._fields, inputs, strict=True)
         read = [(name, each) for name, each in given if name != "out" and isinstance(each, torch.Tensor)]
         check_disjoint("out", out, read)

@@ -108,6 +108,27 @@ def test_a_graph_writes_into_caches_without_a_break() -> None:
     assert torch.equal(rows[1, :6], torch.cat([k[:, 0] + 1.0, v[:, 0, :8]], dim=1)) and not rows[0].any()
 
 
+def test_a_graph_takes_views_of_any_size() -> None:
+    """From the second step on sizes and strides are symbols, which no check may sort."""
+    attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
+
+    def layer(plan: Plan, new: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        k_cache, v_cache = cache.unbind(2)
+        write_kv(new[:, :2], new[:, 2:], k_cache, v_cache, SLOTS[: len(new)])
+        attention.run(plan, new, k_cache, v_cache, out.mT)
+        return out * 2.0
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    for rows in (6, 5, 4):
+        plan = attention.plan(TABLE[:rows], LENS[:rows])
+        new, cache = (torch.randn(shape, generator=generator) for shape in ((rows, 4, 32), (rows + 4, 16, 2, 2, 32)))
+        given, expected = cache.clone(), cache.clone()
+        found = compiled(plan, new, given, torch.zeros(rows, 32, 4))
+        assert torch.equal(found, layer(plan, new, expected, torch.zeros(rows, 32, 4)))
+        assert torch.equal(given, expected)
+
+
 def test_the_ops_are_what_torch_expects() -> None:
     attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
     plan, nothing = attention.plan(TABLE, LENS), [math.nan] * 3

@@ -156,13 +156,14 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
             f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
             f"{first.cache_name}, {tuple(first.cache.shape[:2])}"
         )
-    if torch.compiler.is_compiling():  # the op sees where tensors lie
+    if torch.compiler.is_compiling():  # the op sees where tensors lie, and no graph sorts symbols
         return
     for name, tensor in {**named, "slot_mapping": slot_mapping}.items():
         check_plain(name, tensor)
         check_memory(name, tensor)
     read = [(first.name, first.tensor), (second.name, second.tensor), ("slot_mapping", slot_mapping)]
     for new in (first, second):
+        check_apart(new.cache_name, new.cache)
         check_disjoint(new.cache_name, new.cache, read)
     check_disjoint(second.cache_name, second.cache, [(first.cache_name, first.cache)])  # they often interleave
 
@@ -175,7 +176,6 @@ def _check(new: _New, num_tokens: int) -> None:
             f"{new.cache_name} has shape {shape}, strides {strides}: expected 4 dimensions, the last contiguous: "
             "(num_pages, page_size, num_kv_heads, head_dim)"
         )
-    check_apart(new.cache_name, cache)
     if new.tensor.is_complex():
         raise TypeError(f"{new.name} has dtype {new.tensor.dtype}: expected real numbers")
     if cache.dtype not in KV_KINDS:
