@@ -129,6 +129,24 @@ def test_a_graph_takes_views_of_any_size() -> None:
         assert torch.equal(given, expected)
 
 
+def test_writing_is_exported_for_any_number_of_tokens() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, new: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            write_kv(new[:, None, :8], new[:, None, 8:], cache[:, :, None, :8], cache[:, :, None, 8:], slots)
+            write_latent(new[:, :8], new[:, 8:], cache, slots + 16)
+            return cache * 2.0
+
+    tokens = {0: torch.export.Dim("tokens", min=2, max=16)}
+    cache = torch.zeros(2, 16, 12)
+    exported = torch.export.export(
+        Layer(), (torch.randn(3, 12), cache, SLOTS[:3]), dynamic_shapes=(tokens, None, tokens), strict=False
+    )
+    for count in (2, 6):
+        given = torch.randn(count, 12), cache.clone(), SLOTS[:count]
+        assert torch.equal(exported.module()(*given), Layer()(given[0], cache.clone(), given[2]))
+        assert torch.equal(given[1][:, :count], given[0].expand(2, -1, -1))
+
+
 def test_the_ops_are_what_torch_expects() -> None:
     attention = BatchAttention(AttentionConfig(4, 2, 32, 16, torch.float32), "cpu")
     plan, nothing = attention.plan(TABLE, LENS), [math.nan] * 3

@@ -74,14 +74,16 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
     """
     _check_slots(slot_mapping)
+    num_tokens = slot_mapping.shape[0]  # len() would be a constant where torch.export leaves it open
     for name, tensor, shape in (
-        ("latent", latent, (f"num_tokens={len(slot_mapping)}", "latent_dim")),
-        ("rope", rope, (f"num_tokens={len(slot_mapping)}", "head_dim - latent_dim")),
+        ("latent", latent, ("num_tokens", "latent_dim")),
+        ("rope", rope, ("num_tokens", "head_dim - latent_dim")),
         ("cache", cache, ("num_pages", "page_size", "head_dim")),
     ):
         _check_tensor(name, tensor)
-        if tensor.dim() != len(shape) or (name != "cache" and len(tensor) != len(slot_mapping)):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({', '.join(shape)})")
+        if tensor.dim() != len(shape) or (name != "cache" and tensor.shape[0] != num_tokens):
+            expected = ", ".join(shape).replace("num_tokens", f"num_tokens={num_tokens}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({expected})")
     width = latent.shape[1]
     if width + rope.shape[1] != cache.shape[2]:
         raise ValueError(
@@ -150,7 +152,7 @@ def _check_all(first: _New, second: _New, slot_mapping: torch.Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, like {first.name}")
         check_none(name, tensor, "none passes through a cache; use torch.no_grad() and plain tensors")
     for new in (first, second):
-        _check(new, len(slot_mapping))
+        _check(new, slot_mapping.shape[0])
     if first.cache.shape[:2] != second.cache.shape[:2]:
         raise ValueError(
             f"{second.cache_name} has shape {tuple(second.cache.shape)}: expected the num_pages and page_size of "
