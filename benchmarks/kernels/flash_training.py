@@ -1,12 +1,12 @@
 r"""FlashAttention for training beside its peers: forward and backward of batches of one length, bf16.
 
     python -m benchmarks.kernels.flash_training                     # five shapes; results/flash-training-CARD.json
-    python -m benchmarks.kernels.flash_training --grid --wide --attentions default with_flash_attention_4 one_pass \
+    python -m benchmarks.kernels.flash_training --grid --wide --attentions default with_flash_attention_4 own \
         torch_cudnn flash_attention_4
     python -m benchmarks.kernels.flash_training --shapes "full 4x4096 32/32 D 128" "causal 2x8192 16/16 D 192/128"
     python -m benchmarks.kernels.flash_training --device cpu --shapes "causal 2x64 4/2 D 32"  # keeps nothing
 
-`default` is what a user gets without extras, `with_flash_attention_4` with that one, `one_pass` and `deterministic` are
+`default` is what a user gets without extras, `with_flash_attention_4` with that one, `own` and `deterministic` are
 kernels of our own. Beside them in the same process:
 PyTorch's scaled_dot_product_attention by its flash and its cuDNN back end, FlexAttention, FlashAttention-4
 (`flash_attn.cute`) and FlashAttention-3's forward pass (`fa3` of vLLM's wheels), each if it imports. training_cells.py

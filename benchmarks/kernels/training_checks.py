@@ -36,12 +36,12 @@ ERROR_DTYPES = {"cuda": (torch.float16, torch.bfloat16, torch.float32), "cpu": (
 REPEATS = {"cuda": 1000, "cpu": 20}
 REPEATED = {"cuda": (2048, "2048 + 16x1024"), "cpu": (128, "32 + 4x16")}  # a length and a tree
 ATTENTIONS = {
-    "one_pass": ours(False),
+    "own": ours(False),
     "deterministic": ours(True),
     "torch_flash": torchs(SDPBackend.FLASH_ATTENTION),
     "torch_math": torchs(SDPBackend.MATH),
 }
-MEASURED_MEMORY = ("one_pass", "torch_flash", "torch_math")
+MEASURED_MEMORY = ("own", "torch_flash", "torch_math")
 
 
 def peak_bytes(name: str, length: int, device: str) -> int:
@@ -104,7 +104,7 @@ def errors(device: str) -> list[dict[str, Any]]:
         q, k, v = (tensor.detach().double().requires_grad_() for tensor in inputs.leaves)
         exact = Inputs(q, k, v, inputs.dout.double())
         results = {"exact": both_passes(plain_causal, exact), "plain": both_passes(plain_causal, inputs)}
-        for name in ("one_pass", "deterministic"):
+        for name in ("own", "deterministic"):
             results[name] = both_passes(ATTENTIONS[name](shape, device), inputs)
         for index, name in enumerate(("out", "dq", "dk", "dv")):
             of = {

@@ -150,7 +150,7 @@ def flash_attention_3(shape: Shape, device: str) -> Attend:
 ATTENTIONS = {
     "default": Attention(default, surroundings=without_flash_attention_4),
     "with_flash_attention_4": Attention(with_flash_attention_4),
-    "one_pass": Attention(ours(False), surroundings=own_training_kernels),
+    "own": Attention(ours(False), surroundings=own_training_kernels),
     "deterministic": Attention(ours(True), surroundings=own_training_kernels),
     "torch_flash": Attention(torchs(SDPBackend.FLASH_ATTENTION)),
     "torch_cudnn": Attention(torchs(SDPBackend.CUDNN_ATTENTION)),

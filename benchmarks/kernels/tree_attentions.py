@@ -102,7 +102,7 @@ def repeat(tree: PrefixTree, values: torch.Tensor) -> torch.Tensor:
 
 ATTENTIONS: dict[str, Callable[[PrefixTree, Inputs], Attend]] = {
     "default": default,
-    "one_pass": ours(False),
+    "own": ours(False),
     "deterministic": ours(True),
     "cudnn_flex": cudnn_flex,
     "flex_attention": flex_attention,

@@ -6,7 +6,7 @@
     python -m benchmarks.kernels.trees --device cpu --trees "16 + 3x8" --heads 4/2 --head-dim 32    # keeps nothing
 
 A tree is its levels, from the root: training_trees.py. `default` is `flash_attention(tree=...)` as a user gets it,
-`one_pass` and `deterministic` are kernels of our own, `cudnn_flex` is cuDNN's flex_attention called directly,
+`own` and `deterministic` are kernels of our own, `cudnn_flex` is cuDNN's flex_attention called directly,
 `flex_attention` PyTorch's with a tree's mask, and `paths_flash_attention_4` TRL's way: FlashAttention-4 over the
 gathered paths from the roots to all segments. `repeated` is `flash_attention` of every sequence by itself, packed where
 lengths differ. Each is measured if it imports. training_cells.py says how times are taken. TFLOP/s are of the tree's
@@ -55,9 +55,8 @@ NAMES = (*ATTENTIONS, "repeated")
 
 def pairs_of(tree: PrefixTree) -> tuple[int, int]:
     """Pairs of a query and a key that it sees: in the tree, and in all its sequences, each by itself."""
-    own = int((tree.pack().position_ids + 1).sum())
     lengths = [len(each) for each in tree.sequence_indices()]
-    return own, sum(length * (length + 1) // 2 for length in lengths)
+    return tree.work.pairs, sum(length * (length + 1) // 2 for length in lengths)
 
 
 def gigaflops(pairs: int, inputs: Inputs) -> float:

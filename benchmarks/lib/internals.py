@@ -19,6 +19,7 @@ from trunkattn.gpu.tiles import PrefillTile
 from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import op, spec
 from trunkattn.training.cudnn_trees import intervals
+from trunkattn.training.sequences import NO_TREE
 
 
 def backend_of(attention: BatchAttention) -> Any:
@@ -86,7 +87,8 @@ def own_flash_attention(
     """`flash_attention` without the kernels that compute both passes at once. Inside `own_training_kernels`, those of
     this project compute each pass."""
     tables = op.tables_of(tree=None if tree is None else tree.tables(q.device))
-    switches = [int(causal or tree is not None), UNLIMITED, int(deterministic)]
+    work = NO_TREE if tree is None else tree.work
+    switches = [int(causal or tree is not None), UNLIMITED, int(deterministic), *work]
     return op.attention(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
 
 

@@ -21,7 +21,7 @@ def cell(forward: float, backward: float) -> dict[str, Any]:
 
 
 def batch(name: str) -> dict[str, Any]:
-    ways = {"default": cell(1, 3), "one_pass": cell(2, 5), "torch_flash": cell(2, 6), "torch_cudnn": cell(1, 3.5)}
+    ways = {"default": cell(1, 3), "own": cell(2, 5), "torch_flash": cell(2, 6), "torch_cudnn": cell(1, 3.5)}
     ways |= {"flash_attention_4": cell(0.8, 4), "flex_attention": {"missing": "no compiler"}}
     return {"shape": name, **ways, "flash_attention_3": {"forward": cell(0.5, 1)["forward"]}, **RUN}
 
@@ -107,7 +107,7 @@ def test_trees_before_and_after_they_are_measured(results: Path) -> None:
     assert made and "2.00 + 4.00 | 1.00 + 4.00 | 2.00 + 6.00 | 4.00 + 8.00 | 2.00× | 2.00 |" in made.text
     assert "| 2048 + 16x1024 | 2000 | 4000 | 0.10 | 0.05 |  |  |" in made.text
     assert losses(made) == {("a prefix tree by `tree=`, H100", "cuDNN flex on the tree"): 1.2}
-    write(results, "trees-h100", [after | {"one_pass": cell(2, 8)}])
+    write(results, "trees-h100", [after | {"own": cell(2, 8)}])
     assert "Prefix trees take 2.00 to 2.00× cuDNN's time in our kernels." in training.in_words()
 
 
@@ -122,8 +122,8 @@ def test_a_step_that_does_not_fit_is_out_of_memory(results: Path) -> None:
 
 
 def test_checks_count_the_runs_that_differ(results: Path) -> None:
-    errors = [{"dtype": "float16", "result": "dq", "one_pass_over_plain": 0.577, "deterministic_over_plain": 0.5}]
-    memory = [{"length": 16384, "one_pass": 338e6, "torch_flash": 337e6, "torch_math": 34729e6}]
+    errors = [{"dtype": "float16", "result": "dq", "own_over_plain": 0.577, "deterministic_over_plain": 0.5}]
+    memory = [{"length": 16384, "own": 338e6, "torch_flash": 337e6, "torch_math": 34729e6}]
     repeats = [{"of": "causal 1x2048", "runs": 1000, "different": 0}, {"of": "8 + 2x4", "runs": 1000, "different": 3}]
     write(results, "flash-training-h100", [batch(SHAPES[0].name)])
     assert training.checks() is None

@@ -12,7 +12,7 @@ from trunkattn import flash_attention
 from ..training.parallel_script import in_processes_of_its_own
 from ..training.training_cases import FEATURES, TREES, Results, TrainingCase, check, longer, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_kernels")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_kernels", "one_pass")]
 BF16 = torch.bfloat16
 CASES = {
     "batch": TrainingCase(((300, 300), (300, 300)), False, True, (8, 2), 64, BF16, device="cuda"),

@@ -11,11 +11,15 @@ from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import spec
+from trunkattn.training.hopper import division
 from trunkattn.training.spec import TrainingConfig
 
 from ..training.training_cases import FEATURES, TABLE, TREES, Results, TrainingCase, check, longer, run, tree_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_kernels")]  # these are tests of what computes all lengths
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("own_kernels", "one_pass"),
+]  # these are tests of what computes all lengths
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -132,6 +136,18 @@ def test_what_a_gpu_does_not_take_is_refused() -> None:
         flash_attention(*(torch.zeros(1, 8, 2, 320, device="cuda") for _ in range(3)))
     with pytest.raises(ValueError, match="k is on cpu: expected cuda:0, like q"):
         flash_attention(q, q.cpu(), q)
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_short_sequences_have_the_same_gradients_in_either_way(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user gets them: where queries see few keys, bits repeat, too."""
+    case = replace(longer(TABLE[number], 3, "cuda", BF16), head_dim=128, head_dim_v=None)
+    check(case)
+    monkeypatch.setattr(division, "FEW_KEYS", 1024)
+    division._divide.cache_clear()
+    check(case)
+    if not card_at("cuda").why_not_hopper:
+        assert all(map(torch.equal, run(case), run(case, True)))
 
 
 def test_for_the_sanitizer() -> None:

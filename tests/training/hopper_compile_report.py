@@ -20,8 +20,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from trunkattn.training.arguments import Batch, Scales, Variant
 from trunkattn.training.hopper.backward import REGISTERS, hopper_backward_kernel
-from trunkattn.training.hopper.key_blocks import NARROW, BackwardConstants, KeyWork, backward_tile
+from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork
 from trunkattn.training.hopper.key_loads import DQ_BOX
+from trunkattn.training.hopper.key_tile import NARROW, backward_tile
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 TABLES = ("subtree_end", "depths", "segment_of", "segments")

@@ -120,7 +120,7 @@ def test_a_tree_of_many_levels_goes_to_other_kernels(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flash_module, "_chosen", lambda work, config, device: asked.append(config))
     qkv: Any = SimpleNamespace(is_cuda=True, shape=(1, 2, 128), dtype=BF16, device=torch.device("cuda", 0))
     for levels in (spec.CUDNN_LEVELS, spec.CUDNN_LEVELS + 1):
-        tree = PrefixTree.from_segments(range(-1, levels - 1), [1] * levels)
+        tree = PrefixTree.from_segments(range(-1, levels - 1), [4] * levels)
         assert tree.num_levels == levels
         flash_module._whole_kernel(qkv, qkv, qkv, OPTIONS._replace(tree=tree))
     monkeypatch.setattr(spec, "version", lambda _: "1.32.0")
@@ -128,6 +128,26 @@ def test_a_tree_of_many_levels_goes_to_other_kernels(monkeypatch: pytest.MonkeyP
         choices = [choose(Work.TREE, config, card_at(torch.device("cuda", 0))) for config in asked]
     assert choices[0].kernel is not None
     assert choices[1].reasons == ("a tree of more than 1024 levels is given: cuDNN's flex_attention has none",)
+
+
+def test_a_tree_whose_tokens_see_few_goes_to_our_own_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainingConfig] = []
+    monkeypatch.setattr(flash_module, "_chosen", lambda work, config, device: asked.append(config))
+    monkeypatch.setattr(spec, "version", lambda _: "1.32.0")
+
+    def takes_cudnn(root: int, head_dim: int = 128, capability: tuple[int, int] = (9, 0), **options: Any) -> bool:
+        """Of a root and 16 answers of 512 tokens."""
+        qkv: Any = SimpleNamespace(is_cuda=True, shape=(1, 2, head_dim), dtype=BF16, device=torch.device("cuda", 0))
+        tree = PrefixTree.from_segments([-1, *[0] * 16], [root, *[512] * 16])
+        flash_module._whole_kernel(qkv, qkv, qkv, OPTIONS._replace(tree=tree, **options))
+        with card(capability):
+            choice = choose(Work.TREE, asked[-1], card_at(torch.device("cuda", 0)))
+        assert choice.kernel or "a tree of at most 1024 keys a query" in choice.reasons[0]
+        return choice.kernel is not None
+
+    assert [takes_cudnn(root) for root in (512, 810, 830, 2048)] == [False, False, True, True]
+    assert [takes_cudnn(512, head_dim) for head_dim in (64, 96, 104)] == [True, True, False]
+    assert takes_cudnn(512, capability=(10, 0)), "kernels of our own for Hopper do not run there"
 
 
 def test_an_unaligned_tensor_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from trunkattn import flash_attention
 from trunkattn.gpu.cards import ASSUMED, Card
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import flash_attention_4, op, spec
-from trunkattn.training.sequences import Sequences
+from trunkattn.training.sequences import NO_TREE, Sequences
 from trunkattn.training.spec import UNEVEN, TrainingConfig
 
 BF16 = torch.bfloat16
@@ -102,7 +102,7 @@ def stand_in(calls: list[str]) -> ModuleType:
     """Its module: two functions, of its names and arguments, in float64 on a CPU."""
 
     def switches(causal: bool) -> list[int]:
-        return [int(causal), 2**31 - 1, 0]
+        return [int(causal), 2**31 - 1, 0, *NO_TREE]
 
     def forward(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, return_lse: bool) -> tuple[Any, ...]:
         calls.append("forward")

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from benchmarks.kernels.tile_solver import ARCHITECTURES
+from trunkattn import PrefixTree
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.hopper import backward as hopper
-from trunkattn.training.hopper import query_gradients
+from trunkattn.training.hopper import division, query_gradients
+from trunkattn.training.sequences import NO_TREE, Sequences
 from trunkattn.training.spec import TrainingConfig
 
 from ..compiling import compile_report
@@ -188,6 +190,8 @@ def test_the_kernels_around_the_main_ones_prepare_rows_and_write_gradients(
 ) -> None:
     """Where there are more SMs than CTAs, they share the heads of a group."""
     kernels = Kernels(case)
+    monkeypatch.setattr(division, "FEW_KEYS", 0 if num_sms else 1024)
+    monkeypatch.setattr(division, "_divide", division._divide.__wrapped__)  # it keeps what it found for other cards
     card = SimpleNamespace(multi_processor_count=num_sms)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(hopper, "hopper_backward_kernel", kernels.main)
@@ -217,8 +221,53 @@ def test_the_kernels_around_the_main_ones_prepare_rows_and_write_gradients(
         depths = case.sequences.tree.depths[: case.tree.num_tokens].split(given["C"].tile.block_m)
         assert given["work"].block_depths.tolist() == [int(block.min()) for block in depths]
     assert set(given) - {"grid", "num_warps", "maxnreg"} == PARAMETERS
-    adds_dq = not deterministic and max(case.head_dim, case.width_v) <= 128
+    widest = max(case.head_dim, case.width_v)
+    adds_dq = not deterministic and widest <= (128 if num_sms else 96)
     assert given["C"].adds_dq == adds_dq and len(kernels.queries.launches) == (not adds_dq)
+
+
+def divided(lengths: Any, heads: tuple[int, int], head_dim: int = 128, **options: Any) -> tuple[int, bool]:
+    """What `division` says of a batch (batch, tokens), of packed sequences (lengths as a list) or of a tree, on a card
+    of 132 SMs."""
+    tree = lengths if isinstance(lengths, PrefixTree) else None
+    packed = isinstance(lengths, list)
+    rows = (tree.num_tokens,) if tree else (sum(lengths),) if packed else lengths
+    q, k = (torch.empty(*rows, own, head_dim, device="meta") for own in heads)
+    sums = torch.zeros(len(lengths) + 1, dtype=torch.int32) if packed else None
+    work = tree.work if tree else NO_TREE
+    causal = options.pop("causal", True)
+    given = Sequences(causal, 0.1, sums, sums, pairs=work.pairs, largest=work.largest)
+    return division.division(q, k, k, given, options.pop("deterministic", False))
+
+
+def test_work_is_divided_so_that_sms_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(division, "_divide", division._divide.__wrapped__)
+    # a block has 128 keys: 8 heads of 128 blocks are enough CTAs, and 4 heads of 16 blocks are not
+    assert divided((1, 16384), (32, 8)) == (1, True)
+    assert divided((1, 2048), (32, 4), head_dim=64) == (8, True)
+    assert divided((1, 2048), (24, 8), head_dim=64)[0] == 3, "a divisor of the group"
+    # all 19,900 tokens see a root of 700: 6 of 156 blocks have most of the work
+    few = PrefixTree.from_segments([-1] + [0] * 64, [700] + [300] * 64)
+    assert [divided(few, (32, heads))[0] for heads in (32, 8, 4)] == [1, 2, 4]
+    two = PrefixTree.from_segments([-1, *[0] * 64, -1, *[65] * 64], [700, *[300] * 64] * 2)
+    assert divided(two, (32, 8))[0] == 1, "the keys of two roots keep twice as many SMs busy"
+    assert divided(PrefixTree.from_segments([-1, 0, 0], [16384, 300, 300]), (32, 8))[0] == 1
+
+
+def test_dq_has_a_kernel_of_its_own_where_queries_see_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(division, "_divide", division._divide.__wrapped__)
+    heads = (32, 8)
+    assert not divided((8, 2048), heads)[1] and divided((8, 2064), heads)[1]
+    assert not divided((16, 1024), heads, causal=False)[1] and divided((16, 1032), heads, causal=False)[1]
+    assert not divided([100, 4000, 2000], heads)[1] and divided([4000, 4000], heads)[1]
+    assert divided((8, 512), heads, head_dim=96)[1], "dq of narrower heads takes less memory"
+    assert not divided((1, 16384), heads, deterministic=True)[1] and not divided((1, 16384), heads, head_dim=192)[1]
+    prompt, answers = [-1] + [0] * 16, [[512] + [512] * 16, [2048] + [1024] * 16]
+    assert [divided(PrefixTree.from_segments(prompt, each), heads)[1] for each in answers] == [False, True]
 
 
 def test_the_arguments_are_the_parameters_of_the_kernel_of_dq() -> None:

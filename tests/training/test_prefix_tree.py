@@ -1,6 +1,7 @@
 """`PrefixTree`, and `flash_attention` over one on a CPU against every sequence by itself."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -341,6 +342,8 @@ def test_tables_keep_their_definition(parents: tuple[int, ...], data: st.DataObj
     assert [own.tolist() for own in tree.sequence_indices()] == sequences
     assert (tree.starts, tree.leaves) == (tuple(bounds[:-1]), tuple(leaves))
     assert tree.num_levels == max(map(len, of_segment))
+    of_roots = Counter(path[0] for path in paths)
+    assert tree.work == (sum(map(len, paths)), max(of_roots.values()))
     ends = [1 + max(t for t, path in enumerate(paths) if token in path) for token in range(len(paths))]
     tables = tree.tables(torch.device("cpu"))
     assert tree.subtree_end.tolist() == ends

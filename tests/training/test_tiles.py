@@ -8,8 +8,8 @@ import torch
 from trunkattn.gpu.cards import ASSUMED
 from trunkattn.gpu.portable.arguments import features
 from trunkattn.training.arguments import attention_shape, readable
-from trunkattn.training.hopper.key_blocks import backward_tile
 from trunkattn.training.hopper.key_loads import DQ_BOX
+from trunkattn.training.hopper.key_tile import backward_tile
 from trunkattn.training.spec import (
     FlashTile,
     TrainingConfig,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trunkattn import PrefixTree, flash_attention
-from trunkattn.training.sequences import Sequences
+from trunkattn.training.sequences import NO_TREE, Sequences
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 Results = tuple[torch.Tensor, ...]  # as NAMES; lse [..., num_qo_heads]
@@ -67,9 +67,9 @@ class TrainingCase:
     def sequences(self) -> Sequences:
         """What kernels take."""
         tables = None if self.tree is None else self.tree.tables(torch.device(self.device))
-        return Sequences(
-            self.causal, self.scale, *self.cu_seqlens, tables, self.sliding_window, self.soft_cap, self.sinks
-        )
+        work = NO_TREE if self.tree is None else self.tree.work
+        options = tables, self.sliding_window, self.soft_cap, self.sinks, *work
+        return Sequences(self.causal, self.scale, *self.cu_seqlens, *options)
 
     def _shape(self, side: int, heads: int, *width: int) -> tuple[int, ...]:
         if self.packed:

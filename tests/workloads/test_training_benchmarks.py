@@ -36,7 +36,7 @@ def test_shapes_are_read_by_their_names() -> None:
 def test_trees_are_read_by_their_names() -> None:
     sizes = [(tree.num_tokens, tree.num_sequences) for tree in map(parse_training_tree, TREES)]
     assert sizes[:5] == [(18432, 16), (16384, 8), (33792, 8), (21504, 16), (20480, 64)]
-    assert sizes[6:] == [(4096 + 2048 + 4096 + 4096 + 8192, 16), (18432, 128)]
+    assert sizes[6:9] == [(4096 + 2048 + 4096 + 4096 + 8192, 16), (18432, 128), (19900, 64)]
     ragged = parse_training_tree(TREES[5])
     assert ragged.lengths[0] == 3000 and len(set(ragged.lengths)) > 20 and max(ragged.lengths[1:]) <= 2048
     assert ragged.lengths == parse_training_tree(TREES[5]).lengths
@@ -107,7 +107,7 @@ def test_a_wrong_attention_and_one_that_is_not_installed_are_reported() -> None:
 def test_a_tiny_run_of_batches() -> None:
     row = flash_training.row_of(TINY, list(ATTENTIONS), "cpu")
     assert row["shape"] == TINY.name and row["default"]["kernel"] == "CPU"
-    for name in ("default", "one_pass", "deterministic", "torch_flash"):
+    for name in ("default", "own", "deterministic", "torch_flash"):
         assert row[name]["timed_by"] == "host" and row[name]["error"] < 0.02
         assert set(row[name]) >= {"forward", "backward", "both"}
     untimed = flash_training.row_of(TINY, ["default"], "cpu", timed=False)
@@ -118,7 +118,7 @@ def test_a_tiny_run_of_batches() -> None:
 def test_a_tiny_run_of_trees(name: str) -> None:
     row = trees.row_of(name, (4, 2), 16, list(trees.NAMES), "cpu")
     assert row["tree"] == name and row["heads"] == "4/2" and row["work_ratio"] > 1
-    assert all(row[way]["error"] < 0.02 for way in ("default", "one_pass", "deterministic", "repeated"))
+    assert all(row[way]["error"] < 0.02 for way in ("default", "own", "deterministic", "repeated"))
     assert set(row["plan"]) == {"tree", "tables", "flex_attention"}
     assert "missing" in row["cudnn_flex"] and "missing" in row["paths_flash_attention_4"]
 
@@ -135,7 +135,7 @@ def test_errors_are_measured_against_float64(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(training_checks.ERROR_LENGTH, "cpu", 48)
     rows = training_checks.errors("cpu")
     assert [row["result"] for row in rows] == ["out", "dq", "dk", "dv"] * 2
-    assert all(row["one_pass_over_plain"] < 2 and row["deterministic_over_plain"] < 2 for row in rows[:4])
+    assert all(row["own_over_plain"] < 2 and row["deterministic_over_plain"] < 2 for row in rows[:4])
 
 
 def test_runs_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

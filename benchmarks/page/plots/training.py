@@ -27,7 +27,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
         axis.set_title(f"{part}, {'causal' if causal else 'not causal'}")
         axis.set_ylabel("TFLOP/s")
         axis.set_ylim(bottom=0)
-    for name in ("one_pass", "torch_flash", "torch_math"):
+    for name in ("own", "torch_flash", "torch_math"):
         rows = result["checks"]["memory"]
         axes[0][-1].plot([row["length"] for row in rows], [row[name] / 1e6 for row in rows], "o-", label=name)
     axes[0][-1].set_title("peak memory, forward and backward")

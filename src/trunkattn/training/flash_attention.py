@@ -14,6 +14,7 @@ from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
 from trunkattn.training.op import attention, tables_of
 from trunkattn.training.prefix_tree import PrefixTree
+from trunkattn.training.sequences import NO_TREE
 
 # Arguments that may stand in the way of a kernel that computes both passes
 _NOT_IN_TREES: Final = ("sliding_window", "logits_soft_cap", "sinks", "deterministic")
@@ -104,7 +105,12 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         v,
         None if options.sinks is None else options.sinks.to(sums_dtype(q)),
         *tables_of(options.cu_seqlens_q, options.cu_seqlens_k, tree),
-        [int(options.causal or options.tree is not None), int(options.sliding_window or UNLIMITED), int(ordered)],
+        [
+            int(options.causal or options.tree is not None),
+            int(options.sliding_window or UNLIMITED),
+            int(ordered),
+            *(NO_TREE if options.tree is None else options.tree.work),
+        ],
         sm_scale,
         float(options.logits_soft_cap or 0),
     )
@@ -131,9 +137,11 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
     names = _NOT_IN_TREES if tree is not None else _NOT_IN_BATCHES
     given = [name for name in names if (value := getattr(options, name)) is not None and value is not False]
     if tree is None and options.causal and q.shape[1] != k.shape[1]:
-        given.append(spec.UNEVEN)
+        given += [spec.UNEVEN]
     if tree is not None and tree.num_levels > spec.CUDNN_LEVELS:
-        given.append(spec.DEEP)
+        given += [spec.DEEP]
+    if tree is not None and tree.work.pairs <= spec.FEW_KEYS * tree.num_tokens:
+        given += [spec.SHALLOW]
     config = spec.TrainingConfig.of(q, k, v, tuple(given))
     return _chosen(Work.BATCH if tree is None else Work.TREE, config, q.device)
 

@@ -5,7 +5,8 @@ no list of tensors, because then torch.autograd.grad could not pass batches of g
 them, and PyTorch would take longer to call them. So these arguments stand for lists and records:
 
     table_0 to table_3: `tables_of`.
-    switches: causal, sliding_window (`UNLIMITED` for none) and deterministic, which is for the backward pass.
+    switches: causal, sliding_window (`UNLIMITED` for none), deterministic, and the two numbers of the `TreeWork`. The
+        last three are for the backward pass.
     soft_cap: 0 for none.
 
 `torch.library.custom_op` inspects the schema and all results at each call, which takes longer than a small attention.
@@ -45,7 +46,7 @@ def tables_of(
 def _options_of(sinks: torch.Tensor | None, *options: Any) -> tuple[Sequences, bool]:
     """The Sequences that the last arguments of an op describe, and whether these ask for gradients that are bit-equal
     over repeated runs."""
-    *tables, (causal, window, deterministic), sm_scale, soft_cap = options
+    *tables, (causal, window, deterministic, pairs, largest), sm_scale, soft_cap = options
     given = [table for table in tables if table is not None]
     sums = (given[0].contiguous(), given[1].contiguous()) if len(given) == 2 else (None, None)
     sequences = Sequences(
@@ -57,6 +58,8 @@ def _options_of(sinks: torch.Tensor | None, *options: Any) -> tuple[Sequences, b
         sliding_window=None if window == UNLIMITED else window,
         soft_cap=soft_cap or None,
         sinks=None if sinks is None else sinks.contiguous(),
+        pairs=pairs,
+        largest=largest,
     )
     return sequences, bool(deterministic)
 

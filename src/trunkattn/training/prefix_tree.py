@@ -14,7 +14,7 @@ import torch
 
 from trunkattn.derivatives import check_none
 from trunkattn.numerics import MAX_INT32
-from trunkattn.training.sequences import LARGEST_BLOCK, TreeTables
+from trunkattn.training.sequences import LARGEST_BLOCK, TreeTables, TreeWork
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
@@ -26,7 +26,7 @@ from trunkattn.training.token_trie import (
     token_array,
     token_arrays,
 )
-from trunkattn.training.tree_segments import check_segments, table_numbers
+from trunkattn.training.tree_segments import check_segments, count_work, table_numbers
 from trunkattn.validate import check_dense, check_memory, described, has_memory
 
 _Made = TypeVar("_Made")
@@ -67,6 +67,7 @@ class PrefixTree:
     parents: tuple[int, ...]
     leaves: tuple[int, ...]
     num_tokens: int
+    work: TreeWork
     tokens: torch.Tensor | None
     _by_segment: torch.Tensor
     _cache: dict[Any, Any]
@@ -93,6 +94,7 @@ class PrefixTree:
                 parents=tuple(segments.parents),
                 leaves=tuple(segments.leaves),
                 num_tokens=num_tokens,
+                work=count_work(segments),
                 tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
                 _by_segment=torch.frombuffer(numbers, dtype=torch.int32),
                 _cache={},

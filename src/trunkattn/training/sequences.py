@@ -22,6 +22,24 @@ def table_length(tokens: int) -> int:
     return -(-(tokens + LARGEST_BLOCK) // 4) * 4
 
 
+def num_blocks(tokens: int, block: int, num_sequences: int | None) -> int:
+    """The blocks of a sequence, or the most that so many packed sequences have together."""
+    if num_sequences is None:
+        return -(-tokens // block)
+    return tokens // block + num_sequences if num_sequences else 0
+
+
+class TreeWork(NamedTuple):
+    """What a tree costs. pairs: of a query and a key that it sees. largest: the tokens of the largest root's tree. Both
+    are 0 without a tree."""
+
+    pairs: int
+    largest: int
+
+
+NO_TREE: Final = TreeWork(0, 0)
+
+
 class TreeTables(NamedTuple):
     """A prefix tree as kernels read it: int32 tensors on the device of the queries.
 
@@ -60,7 +78,7 @@ class Sequences:
     causal: a query sees the keys up to its place; always so in a tree. cu_seqlens_q, cu_seqlens_k: [num_sequences + 1]
     int32 of packed tensors, else None. sliding_window: a query sees this many keys to each side, itself included; None
     for all. soft_cap: c > 0 turns a logit x into c · tanh(x / c); None for no cap. sinks: [num_qo_heads], a logit
-    without a value in every softmax of a head; None for none.
+    without a value in every softmax of a head; None for none. pairs, largest: the `TreeWork`.
     """
 
     causal: bool
@@ -71,6 +89,8 @@ class Sequences:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    pairs: int = 0
+    largest: int = 0
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
@@ -112,9 +132,7 @@ class Sequences:
 
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
         """The blocks of each sequence of a batch, or of all packed ones, for one head."""
-        if cu_seqlens is None:
-            return -(-tokens // block)
-        return tokens // block + len(cu_seqlens) - 1 if len(cu_seqlens) > 1 else 0
+        return num_blocks(tokens, block, None if cu_seqlens is None else len(cu_seqlens) - 1)
 
     def sink_gradients(self, delta: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """The gradients of sinks, [num_qo_heads], from delta (row sums of dout · out, less dlse) and lse, both

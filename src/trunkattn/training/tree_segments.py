@@ -4,7 +4,7 @@ from itertools import chain
 from struct import Struct
 from typing import Any
 
-from trunkattn.training.sequences import table_length
+from trunkattn.training.sequences import TreeWork, table_length
 from trunkattn.training.token_trie import Segments
 from trunkattn.validate import check_int
 
@@ -37,6 +37,19 @@ def table_numbers(segments: Segments) -> bytearray:
     aligned = [*lengths[:-1], lengths[-1] + table_length(num_tokens) - num_tokens]
     # not by struct.pack, which torch.compile traces without end for a second tree
     return bytearray(Struct(f"{7 * count}i").pack(*rows, *ends, *offsets[:-1], *aligned))
+
+
+def count_work(segments: Segments) -> TreeWork:
+    """The `TreeWork` of segments that `table_numbers` takes."""
+    depths: list[int] = []  # where each segment ends on its path
+    pairs = tokens = largest = 0
+    for parent, length in zip(segments.parents, segments.lengths, strict=True):
+        above = depths[parent] if parent >= 0 else 0
+        depths.append(above + length)
+        pairs += length * above + length * (length + 1) // 2
+        tokens = tokens + length if parent >= 0 else length
+        largest = max(largest, tokens)
+    return TreeWork(pairs, largest)
 
 
 def check_segments(parents: list[Any], lengths: list[Any]) -> None:

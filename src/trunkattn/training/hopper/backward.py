@@ -3,8 +3,9 @@
 For heads of up to 128 dims, one kernel computes all gradients (see `key_gradients`), between one that prepares and one
 that converts dq, which is summed in float32 in the order in which CTAs happen to run.
 
-For wider heads, and for deterministic gradients, one kernel computes dk and dv, and another one dq (`query_gradients`).
-Both compute the scores. With wide heads this takes less time than adding dq to memory for every block of keys.
+For wider heads, for deterministic gradients, and where queries see few keys (see `division`), one kernel computes dk
+and dv, and another one dq (`query_gradients`). Both compute the scores. In these cases this takes less time than adding
+dq to memory for every block of keys.
 
 Either way, if several CTAs computed parts of dk and dv, the last kernel adds the parts.
 """
@@ -35,9 +36,11 @@ from trunkattn.training.backward import row_values
 from trunkattn.training.common import find_sequence, sequence_range, store_tile
 from trunkattn.training.hopper.common import TensorMap, tensor_map
 from trunkattn.training.hopper.common import reads as reads
-from trunkattn.training.hopper.key_blocks import NARROW, BackwardConstants, BackwardTile, KeyWork, backward_tile
+from trunkattn.training.hopper.division import Division, division
+from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork
 from trunkattn.training.hopper.key_gradients import consume_narrow, narrow_memory
 from trunkattn.training.hopper.key_loads import DQ_BOX, allocate, produce
+from trunkattn.training.hopper.key_tile import BackwardTile, backward_tile
 from trunkattn.training.hopper.panel_gradients import consume_panels, panel_memory
 from trunkattn.training.hopper.query_gradients import BoundQueries, bind_query_gradients, query_gradients
 from trunkattn.training.hopper.wide_gradients import consume_wide, wide_memory
@@ -45,7 +48,6 @@ from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import FlashTile
 
 _SECTION_BYTES: Final = 8 * 2**20  # CTAs that run at the same time stream this much, a part of the L2 cache
-_CTAS_OF_AN_SM: Final = 4
 SUMMED = tl.constexpr(2048)  # a CTA adds the parts of this many numbers of dk or dv
 REGISTERS: Final = 168  # of each thread at launch
 _CONSUMER_REGISTERS = gl.constexpr(240)
@@ -300,8 +302,9 @@ def backward(
     out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
     dout, dlse = dout if reads(dout) else dout.clone(), contiguous_or_none(gradients[1])
     kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]
-    key = "hopper backward", q.device, *kinds, sequences.kind, deterministic
-    bound = kept(key, lambda: _bind(q, k, v, dout, sequences, deterministic))
+    divided = division(q, k, v, sequences, deterministic)
+    key = "hopper backward", q.device, *kinds, sequences.kind, divided
+    bound = kept(key, lambda: _bind(q, k, v, dout, sequences, divided))
     make = torch.zeros if sequences.packed else torch.empty
     dq = make(q.shape, dtype=q.dtype, device=q.device)
     summed = bound.parts > 1
@@ -343,26 +346,14 @@ def backward(
     return dq, dk, dv, dsinks
 
 
-def _parts(k: torch.Tensor, num_qo_heads: int, sequences: Sequences, tile: BackwardTile) -> int:
-    """Returns how many CTAs share the query heads of a group: the fewest that give every SM enough CTAs, or one CTA for
-    each head if that is not enough. Their parts of dk and dv are summed in float32."""
-    batch, seqlen_k, num_kv_heads, _ = k.shape
-    group_size = num_qo_heads // num_kv_heads
-    ctas = sequences.blocks(sequences.cu_seqlens_k, seqlen_k, tile.block_n) * batch * num_kv_heads
-    wanted = _CTAS_OF_AN_SM * torch.cuda.get_device_properties(k.device).multi_processor_count
-    divisors = [parts for parts in range(1, group_size + 1) if group_size % parts == 0]
-    return next((parts for parts in divisors if ctas * parts >= wanted), group_size)
-
-
 def _bind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences, deterministic: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, sequences: Sequences, divided: Division
 ) -> _Bound:
     """Prepares the launches for tensors and sequences of these kinds."""
     q, k, v, dout = (with_batch(tensor, sequences) for tensor in (q, k, v, dout))
     tile = backward_tile(q.shape[-1], v.shape[-1])
-    adds_dq = tile.consumers == NARROW and not deterministic
+    parts, adds_dq = divided
     batch, seqlen_q, num_qo_heads, head_dim = q.shape
-    parts = _parts(k, num_qo_heads, sequences, tile)
     sums = sequences.cu_seqlens_q
     num_blocks = sequences.blocks(sums, seqlen_q, tile.block_m)
     row_blocks = batch * num_qo_heads * num_blocks

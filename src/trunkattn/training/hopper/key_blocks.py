@@ -1,195 +1,22 @@
 """The blocks of keys of the backward pass on Hopper: their order, the queries that see each block, and the constants
 that the kernel is compiled for."""
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from trunkattn.gpu.hopper.online_softmax import copy_layout
-from trunkattn.gpu.hopper.pipeline import PipelineShape
 from trunkattn.numerics import LOG2_E
 from trunkattn.training.arguments import Variant
 from trunkattn.training.backward_keys import seen_by
 from trunkattn.training.common import find_sequence, sequence_range_32
-from trunkattn.training.spec import hopper_shares_keys, hopper_widths
+from trunkattn.training.hopper.key_tile import BackwardTile
 
-_NUM_STAGES, _NUM_THREADS = 2, 288
-_PANEL: Final = 64
-_WIDEST_NARROW: Final = 128  # wider heads have sums in panels, and room for two panels of values
-NARROW, PANELS, WIDE = "narrow", "panels", "wide"
 _NEVER = gl.constexpr(2**30)
 _LOG2_E = gl.constexpr(LOG2_E)
-BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
-
-
-class WidePart(NamedTuple):
-    """Panels of 64 dims of wide heads that one warpgroup computes: 1 or 2 of them, from panel `first` on.
-    `sums` is the layout of the warpgroup's matrix product, and `copy` the layout in which it is copied to memory."""
-
-    first: int
-    num_panels: int
-    sums: Any
-    copy: Any
-
-
-class WideParts(NamedTuple):
-    """What one warpgroup computes of dk and dv of wide heads."""
-
-    dk: WidePart
-    dv: WidePart
-
-
-class HeadPart(NamedTuple):
-    """Dims of a narrow head that one matrix product takes.
-
-    Attributes:
-        begin, width: the first dim, and how many there are, a power of two.
-        sums: the layout of the sums [64, width].
-        copy: the layout in which they are copied to memory.
-    """
-
-    begin: int
-    width: int
-    sums: Any
-    copy: Any
-
-
-class NarrowHead(NamedTuple):
-    """A head of up to 128 dims.
-
-    Attributes:
-        dims: how many dims are multiplied. What lies behind them in shared memory is padding.
-        parts: the parts that they are divided into.
-        copy: the layout in which whole tiles are copied within shared memory.
-    """
-
-    dims: int
-    parts: tuple[HeadPart, ...]
-    copy: Any
-
-
-class BackwardTile(NamedTuple):
-    """Constants of the main loop.
-
-    Attributes:
-        block_m, block_n: queries and keys of a block.
-        consumers: which consumers run: `NARROW`, `PANELS` or `WIDE`.
-        columns: queries in the scores of one warpgroup.
-        dim, dim_v: dims of keys and of values in shared memory.
-        key_panels, value_panels: how many panels of 64 dims of a key and of a value are loaded.
-        num_stages, num_threads, stored: fields of the `PipelineShape` of the pipeline of queries.
-        dout: the shape of the pipeline of dout.
-        scores: the layout of the scores.
-        panel: the layout of a product [64, 64].
-        copy_panel: the layout in which a panel is copied.
-        keys, head_values: narrow keys and values; None for others.
-        dq_widths: dims of the part of dq of narrow heads that each of the two warpgroups computes; empty for others.
-        parts: what each of the two warpgroups computes of wide heads; None for others.
-    """
-
-    block_m: int
-    block_n: int
-    consumers: str
-    columns: int
-    dim: int
-    dim_v: int
-    key_panels: int
-    value_panels: int
-    num_stages: int
-    num_threads: int
-    stored: bool
-    dout: PipelineShape
-    scores: Any
-    panel: Any
-    copy_panel: Any
-    keys: NarrowHead | None
-    head_values: NarrowHead | None
-    dq_widths: tuple[int, ...]
-    parts: tuple[WideParts, WideParts] | None
-
-
-@gluon.constexpr_function
-def product_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """Returns the layout of a warpgroup's matrix product [64, columns]."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-def _narrow_head(head_dim: int, width: int) -> NarrowHead:
-    """Returns the parts of a head. It is padded to 64, 96 or 128 dims, and to `width` dims in shared memory."""
-    widths = (64,) if head_dim <= 64 else (64, 32) if head_dim <= 96 else (128,)
-    parts = tuple(
-        HeadPart(sum(widths[:number]), each, product_layout(each), copy_layout(each))
-        for number, each in enumerate(widths)
-    )
-    return NarrowHead(sum(widths), parts, copy_layout(width))
-
-
-def _part(panels: int, has_first: bool) -> WidePart:
-    first = 2 if panels > 2 else 1
-    begin, count = (0, first) if has_first else (first, max(1, panels - first))
-    return WidePart(begin, count, product_layout(_PANEL * count), copy_layout(_PANEL * count))
-
-
-def _wide_parts(key_panels: int, value_panels: int) -> tuple[WideParts, WideParts]:
-    """Divides the panels between the two warpgroups. If keys and values have three each, one warpgroup computes two
-    panels of dk, and the other one two panels of dv. A warpgroup for which no panel is left computes one that is not
-    written."""
-    first, second = (
-        WideParts(_part(key_panels, has_first), _part(value_panels, not has_first)) for has_first in (True, False)
-    )
-    return first, second
-
-
-def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """Returns the constants for heads of up to 256 dims.
-
-    NARROW, for heads of up to 128: each warpgroup owns 64 keys, and a block of queries has two parts of dq, one for
-    each warpgroup. Values are not padded beyond the width of keys, because shared memory holds no more.
-    PANELS, for keys of up to 192 and values of up to 128: each warpgroup owns 64 keys, whose sums are panels.
-    WIDE, for all others: both warpgroups share 64 keys, and each one owns some panels of them."""
-    dim, dim_v = hopper_widths((head_dim, head_dim_v))
-    dim = max(dim, dim_v)
-    panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
-    if dim <= _WIDEST_NARROW:
-        consumers, block_m, block_n = NARROW, 2 * _PANEL * _PANEL // dim, 2 * _PANEL
-        columns, panels = block_m, (dim // _PANEL, dim_v // _PANEL)
-    else:
-        shares_keys = hopper_shares_keys((head_dim, head_dim_v))
-        consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
-        columns, dim_v = _PANEL // 2, max(dim_v, _WIDEST_NARROW)
-    narrow = consumers == NARROW
-    # Beside wider values, keys of up to 64 have a second part, of zeros: there is dq for both warpgroups
-    keys = _narrow_head(max(head_dim, dim // 2 + 1), dim) if narrow else None
-    dq_widths = () if keys is None else (_PANEL, keys.dims - _PANEL if dim > _PANEL else _PANEL)
-    dout = PipelineShape(
-        head_dim=dim_v,
-        block_n=block_m,
-        num_stages=_NUM_STAGES,
-        num_threads=_NUM_THREADS,
-        empty=BAR_DOUT_EMPTY.value,
-    )
-    return BackwardTile(
-        block_m=block_m,
-        block_n=block_n,
-        consumers=consumers,
-        columns=columns,
-        dim=dim,
-        dim_v=dim_v,
-        key_panels=panels[0],
-        value_panels=panels[1],
-        num_stages=_NUM_STAGES,
-        num_threads=_NUM_THREADS,
-        stored=False,
-        dout=dout,
-        scores=product_layout(columns),
-        panel=product_layout(_PANEL),
-        copy_panel=copy_layout(_PANEL),
-        keys=keys,
-        head_values=_narrow_head(head_dim_v, dim_v) if narrow else None,
-        dq_widths=dq_widths,
-        parts=_wide_parts(*panels) if consumers == WIDE else None,
-    )
+# Which keys the queries of a block see. ALL_SEEN: every query sees all of them. PART_SEEN: every query sees those whose
+# subtrees end last, `KeyTask.part_to`, and no others. MASKED: those that `_sees` says.
+ALL_SEEN, PART_SEEN, MASKED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 class BackwardConstants(NamedTuple):
@@ -238,7 +65,9 @@ class KeyTask(NamedTuple):
         begin_q, len_q: the sequence has tokens [begin_q, begin_q + len_q) of the tensor of queries.
         begin_k, len_k: the same for the tensor of keys.
         begin, end: the blocks of queries that see the keys, counted within the sequence.
-        full_begin, full_end: the blocks [begin, full_begin) and [full_end, end) need a mask; the others need none.
+        full_begin, full_end: every query of the blocks [full_begin, full_end) sees all keys.
+        part_begin, part_end: every query of the blocks [part_begin, part_end), which come behind `full_end`, sees the
+            same part of the keys. There are such blocks only where `sees_parts` says so.
         row_block: where the first block of queries of `head` lies in the arrays of rows.
         num_row_blocks: the distance to the first block of the next head there.
         depth_end: in a tree with a window, queries of this depth and deeper see none of the keys.
@@ -256,7 +85,10 @@ class KeyTask(NamedTuple):
     begin: Any
     full_begin: Any
     full_end: Any
+    part_begin: Any
+    part_end: Any
     end: Any
+    part_to: Any
     row_block: Any
     num_row_blocks: Any
     depth_end: Any
@@ -282,6 +114,19 @@ def skips_blocks(C: BackwardConstants) -> bool:
     others, since tokens are in pre-order. Where nothing is skipped and no keys are shared, the next scores are computed
     ahead."""
     return C.variant.tree and C.variant.window
+
+
+@gluon.constexpr_function
+def sees_parts(C: BackwardConstants) -> bool:
+    """Whether blocks of queries may be `PART_SEEN`. A block of keys may lie in a root of a tree and in its first child.
+    All queries behind that child see the root's keys and no others, unless there is a window."""
+    return C.variant.tree and not C.variant.window
+
+
+@gluon.jit
+def _ceil(number, BLOCK: gl.constexpr):
+    """Returns the number of blocks up to a token."""
+    return (number + BLOCK - 1) // BLOCK
 
 
 @gluon.jit
@@ -312,12 +157,19 @@ def find_keys(work, batch, C: gl.constexpr):
     first = number * BLOCK_N
     n = first + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     ranges = seen_by(batch, n, first, len_q, len_k, TILE, VARIANT)
-    full_begin = (ranges.full_begin + BLOCK_M - 1) // BLOCK_M
-    full_end = (ranges.full_end + BLOCK_M - 1) // BLOCK_M
+    full_begin, full_end = _ceil(ranges.full_begin, BLOCK_M), _ceil(ranges.full_end, BLOCK_M)
     if VARIANT.packed:
         full_end = gl.minimum(full_end, len_q // BLOCK_M)
     full_end = gl.maximum(full_end, full_begin)
-    begin, end = ranges.begin // BLOCK_M, (ranges.end + BLOCK_M - 1) // BLOCK_M
+    begin, end = ranges.begin // BLOCK_M, _ceil(ranges.end, BLOCK_M)
+    part_begin, part_end = end, end
+    if sees_parts(C):
+        no_full, after = full_begin >= full_end, gl.minimum(_ceil(first + BLOCK_N - 1, BLOCK_M), end)
+        full_begin, full_end = gl.where(no_full, after, full_begin), gl.where(no_full, after, full_end)
+        ends = gl.load(batch.subtree_end + n, mask=n < len_k, other=0)
+        shorter = gl.max(gl.where(ends < ranges.end, ends, 0), 0)
+        part_begin = gl.minimum(gl.maximum(_ceil(shorter, BLOCK_M), full_end), end)
+        part_end = gl.maximum(gl.where(ranges.end < len_q, ranges.end // BLOCK_M, end), part_begin)
     depth_end = 0
     if skips_blocks(C):
         depth_end = gl.max(gl.load(batch.depths + n, mask=n < len_k, other=0), 0) + batch.window
@@ -334,7 +186,10 @@ def find_keys(work, batch, C: gl.constexpr):
         begin=begin,
         full_begin=full_begin,
         full_end=full_end,
+        part_begin=part_begin,
+        part_end=part_end,
         end=end,
+        part_to=ranges.end,
         row_block=row_block,
         num_row_blocks=work.num_row_blocks,
         depth_end=depth_end,
@@ -358,16 +213,22 @@ def is_reached(work, task, m, C: gl.constexpr):
 
 
 @gluon.jit
-def num_masked_blocks(task):
+def num_masked_blocks(task, C: gl.constexpr):
     """Returns the number of blocks of queries that need a mask."""
-    return task.full_begin - task.begin + task.end - task.full_end
+    count = task.full_begin - task.begin + task.end - task.full_end
+    if sees_parts(C):
+        count -= task.part_end - task.part_begin
+    return count
 
 
 @gluon.jit
-def masked_query_block(task, number):
+def masked_query_block(task, number, C: gl.constexpr):
     """Returns which block of the sequence the `number`-th block with a mask is."""
     m = task.begin + number
-    return gl.where(m < task.full_begin, m, m - task.full_begin + task.full_end)
+    m = gl.where(m < task.full_begin, m, m - task.full_begin + task.full_end)
+    if sees_parts(C):
+        m = gl.where(m < task.part_begin, m, m - task.part_begin + task.part_end)
+    return m
 
 
 @gluon.jit
@@ -426,12 +287,14 @@ def weights(scores, shift, first, keys, MASK: gl.constexpr, C: gl.constexpr):
     else:
         p = gl.exp2(gl.fma(scores, gl.to_tensor(scales.log2), -shift[None, :]))
     seen = True
-    if MASK:
+    if MASK == PART_SEEN:
+        p = gl.where((keys.seen_to == keys.task.part_to)[:, None], p, 0.0)
+    elif MASK == MASKED:
         seen = _sees(first, keys, C)
         p = gl.where(seen, p, 0.0)
     if C.variant.soft_cap:
         sloped = p * (1.0 - tanh * tanh)
-        if MASK:
+        if MASK == MASKED:
             sloped = gl.where(seen, sloped, 0.0)  # scores of other packed sequences may be NaN
         return p, sloped
     else:

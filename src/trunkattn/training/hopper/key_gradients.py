@@ -36,18 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.gpu.hopper.common import SWIZZLED, WARPGROUP_ROWS, reinterpret
 from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait, tma_add
-from trunkattn.training.hopper.key_blocks import (
-    BAR_DOUT_EMPTY,
-    BAR_Q_EMPTY,
-    BackwardConstants,
-    BackwardTile,
-    NarrowHead,
-    find_keys,
-    own_keys,
-    product_layout,
-    skips_blocks,
-    weights,
-)
+from trunkattn.training.hopper.key_blocks import MASKED, BackwardConstants, find_keys, own_keys, skips_blocks, weights
 from trunkattn.training.hopper.key_loads import (
     FLOAT_BOX,
     Full,
@@ -56,6 +45,7 @@ from trunkattn.training.hopper.key_loads import (
     write_rows,
     zero_rows,
 )
+from trunkattn.training.hopper.key_tile import BAR_DOUT_EMPTY, BAR_Q_EMPTY, BackwardTile, NarrowHead, product_layout
 
 
 class NarrowMemory(NamedTuple):
@@ -254,7 +244,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
         consumer_wait(Full(memory.dout_full), index, DOUT)
         scores = warpgroup_mma_wait(0, deps=(scores,))
     rows = task.len_q - m * BLOCK_M
-    if MASK and C.variant.packed and rows < BLOCK_M:
+    if MASK == MASKED and C.variant.packed and rows < BLOCK_M:
         _zero_tail(WARPGROUP, q_tile, dout_tile, rows, T)
     if AHEAD:
         dp = _start_dp(WARPGROUP, dout_tile, memory, T)

@@ -11,14 +11,17 @@ from trunkattn.gpu.hopper.barriers import barrier_sync
 from trunkattn.gpu.hopper.common import BOX_DIMS, SWIZZLED, WARPGROUP_ROWS, reinterpret
 from trunkattn.gpu.hopper.pipeline import producer_acquire, tma_load
 from trunkattn.training.hopper.key_blocks import (
-    BAR_DOUT_EMPTY,
-    BAR_Q_EMPTY,
+    ALL_SEEN,
+    MASKED,
+    PART_SEEN,
     find_keys,
     is_reached,
     masked_query_block,
     needs_masks,
     num_masked_blocks,
+    sees_parts,
 )
+from trunkattn.training.hopper.key_tile import BAR_DOUT_EMPTY, BAR_Q_EMPTY
 
 _NUM_CONSUMERS = gl.constexpr(256)
 _BAR_CONSUMERS = gl.constexpr(12)
@@ -66,19 +69,25 @@ class _Loads(NamedTuple):
 def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work, given, C: gl.constexpr):
     """Calls `step(WARPGROUP, state, m, member, index, task, given, MASK, C)` for each block of queries of each head of
     a task, and returns the final state. `m` is the number of the block in its sequence, and `index` counts the calls.
-    Blocks that need no mask come first. Heads and blocks share one loop, because two nested loops would need more
+    Blocks come in the order of `MASK`. Heads and blocks share one loop, because two nested loops would need more
     registers than there are."""
     index, count = 0, task.full_end - task.full_begin
     for number in range(C.members * count):
         m = task.full_begin + number % count
-        state = step(WARPGROUP, state, m, number // count, index, task, given, False, C)
+        state = step(WARPGROUP, state, m, number // count, index, task, given, ALL_SEEN, C)
         index += 1
-    if needs_masks(C):
-        count = num_masked_blocks(task)
+    if sees_parts(C):
+        count = task.part_end - task.part_begin
         for number in range(C.members * count):
-            m = masked_query_block(task, number % count)
+            m = task.part_begin + number % count
+            state = step(WARPGROUP, state, m, number // count, index, task, given, PART_SEEN, C)
+            index += 1
+    if needs_masks(C):
+        count = num_masked_blocks(task, C)
+        for number in range(C.members * count):
+            m = masked_query_block(task, number % count, C)
             if is_reached(work, task, m, C):
-                state = step(WARPGROUP, state, m, number // count, index, task, given, True, C)
+                state = step(WARPGROUP, state, m, number // count, index, task, given, MASKED, C)
                 index += 1
     return state
 

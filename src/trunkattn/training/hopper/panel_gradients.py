@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.gpu.hopper.common import WARPGROUP_ROWS
 from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait
-from trunkattn.training.hopper.key_blocks import BAR_DOUT_EMPTY, BAR_Q_EMPTY, find_keys, own_keys, skips_blocks, weights
+from trunkattn.training.hopper.key_blocks import MASKED, find_keys, own_keys, skips_blocks, weights
 from trunkattn.training.hopper.key_loads import Full, consumers_meet, walk_queries, write_rows, zero_rows
+from trunkattn.training.hopper.key_tile import BAR_DOUT_EMPTY, BAR_Q_EMPTY
 from trunkattn.training.hopper.wide_gradients import Panels, panels_of, zero_tail
 
 _PANEL = gl.constexpr(64)
@@ -153,7 +154,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     DOUT: gl.constexpr = T.dout
     consumer_wait(Full(given.memory.loaded.dout_full), index, DOUT)
     rows = task.len_q - m * T.block_m
-    if MASK and C.variant.packed and rows < T.block_m:
+    if MASK == MASKED and C.variant.packed and rows < T.block_m:
         zero_tail(WARPGROUP, given.memory, index, rows, C)
     state = _add_half(WARPGROUP, state, m, index, given, 0, MASK, C)
     return _add_half(WARPGROUP, state, m, index, given, 1, MASK, C)

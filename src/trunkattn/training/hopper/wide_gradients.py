@@ -22,14 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from trunkattn.gpu.hopper.common import SWIZZLED, WARPGROUP_ROWS, reinterpret
 from trunkattn.gpu.hopper.pipeline import consumer_release, consumer_wait
-from trunkattn.training.hopper.key_blocks import (
-    BAR_DOUT_EMPTY,
-    BAR_Q_EMPTY,
-    find_keys,
-    own_keys,
-    weights,
-)
+from trunkattn.training.hopper.key_blocks import MASKED, find_keys, own_keys, weights
 from trunkattn.training.hopper.key_loads import Full, consumers_meet, walk_queries, write_rows, zero_rows
+from trunkattn.training.hopper.key_tile import BAR_DOUT_EMPTY, BAR_Q_EMPTY
 
 _PANEL = gl.constexpr(64)
 _HALF_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # a row of 32 numbers is as long as the swizzle
@@ -166,7 +161,7 @@ def _add_queries(WARPGROUP: gl.constexpr, state, m, member, index, task, given, 
     memory, loaded = given.memory, given.memory.loaded
     stage, dout_stage, last = index % T.num_stages, index % DOUT.num_stages, state.last
     rows = task.len_q - m * T.block_m
-    if MASK and C.variant.packed and rows < T.block_m:
+    if MASK == MASKED and C.variant.packed and rows < T.block_m:
         zero_tail(WARPGROUP, memory, index, rows, C)
     buffer = (index + 1) % 2
     p_last, ds_last = memory.weights.index(2 * buffer + _P), memory.weights.index(2 * buffer + _DS)
