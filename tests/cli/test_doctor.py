@@ -40,6 +40,9 @@ def test_the_report_says_what_runs_and_what_is_not_there() -> None:
         assert expected in words
     assert "vLLM is not installed" in words and "SGLang is not installed" in words
     assert "float32 per vector" in words
+    named = words.partition("packages ")[2].partition("What runs here")[0]
+    for package in ("torch", "llguidance", "zstandard", "pyarrow", "nvidia-cudnn-frontend", "flash-attn-4"):
+        assert package in named, "it is installed or it is not"
 
 
 def test_json_says_which_ways_run() -> None:

@@ -39,32 +39,30 @@ def flash_attention(
 ) -> torch.Tensor | Pair:
     """Exact attention with gradients, in memory linear in the sequence length.
 
-    The forward pass keeps only out and lse; the backward pass computes the weights again from them, tile by tile. Some
-    sequences of one length go to PyTorch's cuDNN and to FlashAttention-4 unless they are off: with
-    `torch.backends.cuda.enable_cudnn_sdp(False)` and `enable_flash_sdp(False)`. Sources: FlashAttention,
-    https://arxiv.org/abs/2205.14135, §3.1, FlashAttention-2, https://arxiv.org/abs/2307.08691.
+    The forward pass keeps only out and lse, and the backward pass computes the weights again from them, tile by tile
+    (FlashAttention, https://arxiv.org/abs/2205.14135, §3.1; FlashAttention-2, https://arxiv.org/abs/2307.08691). cuDNN
+    and FlashAttention-4 compute some sequences of one length, unless `enable_cudnn_sdp(False)` and
+    `enable_flash_sdp(False)` of torch.backends.cuda turn them off.
 
     Args:
         q: [batch, seqlen_q, num_qo_heads, head_dim] or, packed, [total_q, num_qo_heads, head_dim]; float16, bfloat16 or
             float32, on a CPU also float64, and any strides. Under torch.autocast, q, k and v become its dtype first.
-        k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_qo_heads is a
-            multiple of num_kv_heads. v may have a head_dim of its own. On a GPU head_dim is at most 256, and
-            tokens are at most 2^28. All may be nested tensors of layout torch.jagged, [batch, tokens of each, heads,
-            head_dim]; then out is, too.
+        k, v: [batch, seqlen_k, num_kv_heads, head_dim] or, packed, [total_k, num_kv_heads, head_dim]; num_kv_heads
+            divides num_qo_heads, and v may have a head_dim of its own. On a GPU head_dim is at most 256, and tokens are
+            at most 2^28. All may be nested tensors of layout torch.jagged, [batch, tokens of each, heads, head_dim].
         causal: a query sees the keys up to its place; the last query sees the last key, whatever the lengths.
         sm_scale: factor of the logits, above 0; None for 1 / sqrt(head_dim).
         sliding_window: a query sees this many last keys, its own included; without `causal` also as many next ones. In
             a tree it counts the query's token and its ancestors. None for all keys.
         logits_soft_cap: c > 0 turns a logit x into c · tanh(x / c); at most 1,024 on a GPU. None for no cap.
-        sinks: [num_qo_heads], a floating dtype: an extra logit of each head, without a value. It may have a gradient;
-            None for none.
+        sinks: [num_qo_heads], floating: a logit more for each head, without a value, with a gradient. None for none.
         cu_seqlens_q, cu_seqlens_k: [num_sequences + 1] int32 for packed tensors, on their device: sequence i holds
             tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Tokens after the last sequence are padding, with
             output 0 and gradient 0. The values are checked on a CPU; on a GPU kernels stay inside the tensors for any.
         tree: sequences that share prefixes: q, k and v are packed, [tree.num_tokens, heads, head_dim], and a token sees
             itself and its ancestors, whatever `causal` is.
         deterministic: gradients are bit-equal over repeated runs, as torch.use_deterministic_algorithms asks for, too.
-            Otherwise a GPU adds up dq in the order in which its thread blocks run. Other results are bit-equal anyway.
+            Otherwise a GPU may add up dq in the order in which its thread blocks run. All else is bit-equal anyway.
         return_lse: also return the natural log-sum-exp of the logits, through which gradients flow, too.
 
     Returns:
@@ -72,15 +70,17 @@ def flash_attention(
         that sees no key has output 0, gradient 0, and lse -inf or its sink. NaN reaches nothing from padding or from
         other sequences; from tokens of its sequence or tree that a query does not see it may, as in PyTorch.
 
-    torch.func.grad and its kind work. Gradients of gradients and forward-mode differentiation raise RuntimeError.
-
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
+        RuntimeError: gradients of gradients, or forward-mode differentiation. torch.func.grad and its kind work.
+
+    Example:
+        >>> flash_attention(*(torch.ones(1, 5, 2, 8) for _ in range(3)), causal=True).shape
+        torch.Size([1, 5, 2, 8])
     """
-    masks = {"causal": causal, "sliding_window": sliding_window, "tree": tree}
-    logits = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks}
-    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _attend(q, k, v, Options(**masks, **logits, **packed, deterministic=deterministic, return_lse=return_lse))
+    given = {"causal": causal, "sliding_window": sliding_window, "tree": tree, "sinks": sinks, "sm_scale": sm_scale}
+    given |= {"logits_soft_cap": logits_soft_cap, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _attend(q, k, v, Options(**given, deterministic=deterministic, return_lse=return_lse))
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor | Pair:

