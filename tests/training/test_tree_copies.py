@@ -35,7 +35,7 @@ def test_a_saved_tree_is_loaded_to_the_cpu() -> None:
         {name: each.as_subclass(_Elsewhere) if torch.is_tensor(each) else each for name, each in state.items()}
     )
     for found in (loaded, moved):
-        assert torch.equal(found.subtree_end, tree.subtree_end)
+        assert torch.equal(found.subtree_end, tree.subtree_end) and found.work == tree.work
         for part, expected in zip(found.pack(), tree.pack(), strict=True):
             assert torch.equal(part, expected)
 

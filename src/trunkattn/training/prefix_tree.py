@@ -94,7 +94,7 @@ class PrefixTree:
                 parents=tuple(segments.parents),
                 leaves=tuple(segments.leaves),
                 num_tokens=num_tokens,
-                work=count_work(segments),
+                work=count_work(segments.parents, segments.lengths),
                 tokens=None if segments.tokens is None else torch.from_numpy(segments.tokens),
                 _by_segment=torch.frombuffer(numbers, dtype=torch.int32),
                 _cache={},
@@ -283,13 +283,14 @@ class PrefixTree:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and other processes, without tables on devices, which belong to this process."""
-        return self.__dict__ | {"_cache": {}}
+        """The state for copies and other processes. It has no tables on devices, which belong to this process, and no
+        `work`, whose class torch.load would have to be told of, too."""
+        return {name: value for name, value in self.__dict__.items() if name != "work"} | {"_cache": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The state of a copy, on the CPU: torch.load puts tensors where its map_location says."""
         tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self.__dict__.update(state | tensors)
+        self.__dict__.update(state | tensors, work=count_work(state["parents"], state["lengths"]))
 
     def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
         """Packs the tree: its tokens, their positions, and the weights with which the packed loss equals that of all

@@ -1,5 +1,6 @@
 """The segments of a prefix tree: checks, and the numbers of each from which the tables of kernels are made."""
 
+from collections.abc import Sequence
 from itertools import chain
 from struct import Struct
 from typing import Any
@@ -39,11 +40,11 @@ def table_numbers(segments: Segments) -> bytearray:
     return bytearray(Struct(f"{7 * count}i").pack(*rows, *ends, *offsets[:-1], *aligned))
 
 
-def count_work(segments: Segments) -> TreeWork:
-    """The `TreeWork` of segments that `table_numbers` takes."""
+def count_work(parents: Sequence[int], lengths: Sequence[int]) -> TreeWork:
+    """The `TreeWork` of segments in depth-first pre-order."""
     depths: list[int] = []  # where each segment ends on its path
     pairs = tokens = largest = 0
-    for parent, length in zip(segments.parents, segments.lengths, strict=True):
+    for parent, length in zip(parents, lengths, strict=True):
         above = depths[parent] if parent >= 0 else 0
         depths.append(above + length)
         pairs += length * above + length * (length + 1) // 2
