@@ -26,7 +26,7 @@ from trunkattn.training.token_trie import (
     token_array,
     token_arrays,
 )
-from trunkattn.training.tree_segments import check_segments, count_work, table_numbers
+from trunkattn.training.tree_segments import check_segments, count_work, path_lengths, table_numbers
 from trunkattn.validate import check_dense, check_memory, described, has_memory
 
 _Made = TypeVar("_Made")
@@ -51,7 +51,7 @@ class PrefixTree:
     """A forest of sequences that share prefixes; one of the class methods makes it.
 
     starts, lengths, parents: of each segment, in depth-first pre-order; the parent of a root is -1. leaves: the last
-    segment of each sequence. num_tokens: of all packed. tokens: int64, or None.
+    segment of each sequence. num_tokens: of all packed. work: what attention over it costs. tokens: int64, or None.
 
     Example:
         >>> tree = PrefixTree.from_prompt([1, 2, 3], [[4, 5], [6]])
@@ -228,13 +228,7 @@ class PrefixTree:
     @property
     def num_levels(self) -> int:
         """The number of segments on the longest path from a root to a leaf."""
-        return self.cached("num_levels", self._count_levels)
-
-    def _count_levels(self) -> int:
-        levels: list[int] = []  # plain numbers, because a tensor has no value within FakeTensorMode
-        for parent in self.parents:
-            levels.append(1 if parent < 0 else levels[parent] + 1)
-        return max(levels)
+        return self.cached("num_levels", lambda: max(path_lengths(self.parents, [1] * len(self.parents))))
 
     @property
     def num_sequences(self) -> int:
@@ -248,11 +242,9 @@ class PrefixTree:
 
     def paths(self, segments: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Each of some segments, in order, with the tokens from a root to its end, int64."""
-        depths: list[int] = []  # where each segment ends on its path; plain numbers, for torch.compile traces this
-        for parent, length in zip(self.parents, self.lengths, strict=True):
-            depths.append(length if parent < 0 else depths[parent] + length)
-        path = np.empty(max(depths), np.int64)
-        for segment, (start, length, end) in enumerate(zip(self.starts, self.lengths, depths, strict=True)):
+        ends = path_lengths(self.parents, self.lengths)
+        path = np.empty(max(ends), np.int64)
+        for segment, (start, length, end) in enumerate(zip(self.starts, self.lengths, ends, strict=True)):
             path[end - length : end] = np.arange(start, start + length)
             if segment in segments:
                 yield segment, path[:end].copy()

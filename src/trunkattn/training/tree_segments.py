@@ -40,14 +40,20 @@ def table_numbers(segments: Segments) -> bytearray:
     return bytearray(Struct(f"{7 * count}i").pack(*rows, *ends, *offsets[:-1], *aligned))
 
 
+def path_lengths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """The tokens from a root to the end of each segment, as plain numbers: torch.compile traces this, and a tensor has
+    no value within FakeTensorMode."""
+    found: list[int] = []
+    for parent, length in zip(parents, lengths, strict=True):
+        found.append(length if parent < 0 else found[parent] + length)
+    return found
+
+
 def count_work(parents: Sequence[int], lengths: Sequence[int]) -> TreeWork:
     """The `TreeWork` of segments in depth-first pre-order."""
-    depths: list[int] = []  # where each segment ends on its path
     pairs = tokens = largest = 0
-    for parent, length in zip(parents, lengths, strict=True):
-        above = depths[parent] if parent >= 0 else 0
-        depths.append(above + length)
-        pairs += length * above + length * (length + 1) // 2
+    for parent, length, end in zip(parents, lengths, path_lengths(parents, lengths), strict=True):
+        pairs += length * (end - length) + length * (length + 1) // 2
         tokens = tokens + length if parent >= 0 else length
         largest = max(largest, tokens)
     return TreeWork(pairs, largest)
