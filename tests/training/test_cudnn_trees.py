@@ -146,7 +146,7 @@ def test_a_tree_whose_tokens_see_few_goes_to_our_own_kernels_on_hopper(monkeypat
         return choice.kernel is not None
 
     assert [takes_cudnn(root) for root in (512, 810, 830, 2048)] == [False, False, True, True]
-    assert [takes_cudnn(512, head_dim) for head_dim in (64, 96, 104)] == [True, True, False]
+    assert [takes_cudnn(512, head_dim) for head_dim in (64, 96, 104, 256)] == [True, True, False, True]
     assert takes_cudnn(512, capability=(10, 0)), "kernels of our own for Hopper do not run there"
 
 

@@ -60,7 +60,7 @@ CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_
 # Its mask has 8 bytes for each token and level. With more levels it is larger than the queries of 32 heads of 128.
 CUDNN_LEVELS: Final = 1024
 DEEP: Final = f"a tree of more than {CUDNN_LEVELS} levels"  # beside arguments of `flash_attention` among options
-FEW_KEYS: Final = 1024  # with so few keys a query, and no narrow heads, a Hopper kernel of its own computes dq
+FEW_KEYS: Final = 1024  # with so few keys a query, heads of 104 to 128 have a Hopper kernel of its own for dq
 SHALLOW: Final = f"a tree of at most {FEW_KEYS} keys a query"  # on average; beside arguments among options, too
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
 _CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave no shared memory for values beyond 96
@@ -174,7 +174,8 @@ def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     config = config._replace(options=tuple(option for option in config.options if option != SHALLOW))
     reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", 128, _CUDNN_PAIRS)
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
-    if shallow and head_dim == head_dim_v > _NARROW and not reasons and not refuses_hopper_backward(config, card):
+    is_timed = _NARROW < head_dim == head_dim_v <= 128
+    if shallow and is_timed and not reasons and not refuses_hopper_backward(config, card):
         reasons.append(f"{SHALLOW}, {_heads(config)}: the Hopper passes are faster")
     if card.capability == 90 and head_dim != head_dim_v and config.is_grouped:
         reasons.append(
