@@ -261,7 +261,7 @@ def test_dq_has_a_kernel_of_its_own_where_queries_see_few_keys(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(division, "_divide", division._divide.__wrapped__)
     heads = (32, 8)
-    assert not divided((8, 2048), heads)[1] and divided((8, 2064), heads)[1]
+    assert not divided((8, 2048), heads)[1] and divided((8, 2049), heads)[1]
     assert not divided((16, 1024), heads, causal=False)[1] and divided((16, 1032), heads, causal=False)[1]
     assert not divided([100, 4000, 2000], heads)[1] and divided([4000, 4000], heads)[1]
     assert divided((8, 512), heads, head_dim=96)[1], "dq of narrower heads takes less memory"

@@ -5,13 +5,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from trunkattn.training.hopper.key_tile import NARROW, backward_tile
+from trunkattn.training.hopper.key_tile import NARROW, WIDEST_NARROW, backward_tile
 from trunkattn.training.sequences import Sequences, num_blocks
 from trunkattn.training.spec import FEW_KEYS
 
 _CTAS_OF_AN_SM: Final = 4
 _IMBALANCE: Final = 1.6  # of the longest CTA's work over an SM's share: less is not worth a second part of dk and dv
-_MULTIPLIED: Final = 128  # dims of keys, padded
 
 
 class Division(NamedTuple):
@@ -54,17 +53,18 @@ def _divide(
     parts = _enough_parts(group_size, ctas, _CTAS_OF_AN_SM * num_sms)
     pairs, largest = tree_work
     if largest:  # CTAs of the first keys of the largest root, which most tokens see, end last
-        long_keys = pairs // largest  # with as many queries each, so many keys would be all work
+        long_keys = pairs // largest  # so many keys, each seen by all tokens of the root, would be all the work
         parts = max(parts, _enough_parts(group_size, long_keys * num_kv_heads, tile.block_n * num_sms / _IMBALANCE))
-        mean_keys = pairs // tokens
+        mean_keys = pairs / tokens
     else:
-        mean_keys = tokens // max(num_sequences or 1, 1) // (2 if causal else 1)
-    # A query with few keys of the widest heads costs more by its dq in memory than by scores that are computed twice
-    few = mean_keys <= FEW_KEYS and tile.keys is not None and tile.keys.dims == _MULTIPLIED
+        mean_keys = tokens / max(num_sequences or 1, 1) / (2 if causal else 1)
+    # With heads of 104 to 128, a query with few keys costs more by its dq in memory than by scores that are computed
+    # twice. Windows are not counted.
+    few = mean_keys <= FEW_KEYS and tile.keys is not None and tile.keys.dims == WIDEST_NARROW
     return Division(parts, tile.consumers == NARROW and not deterministic and not few)
 
 
-def _enough_parts(group_size: int, ctas: int, wanted: float) -> int:
-    """Returns the least divisor of the size of a group that makes `wanted` CTAs of `ctas`, or the size."""
+def _enough_parts(group_size: int, number: int, wanted: float) -> int:
+    """Returns the least divisor of the size of a group by which `number` becomes `wanted` or more, or the size."""
     divisors = [parts for parts in range(1, group_size + 1) if group_size % parts == 0]
-    return next((parts for parts in divisors if ctas * parts >= wanted), group_size)
+    return next((parts for parts in divisors if number * parts >= wanted), group_size)

@@ -11,7 +11,7 @@ from trunkattn.training.spec import hopper_shares_keys, hopper_widths
 
 _NUM_STAGES, _NUM_THREADS = 2, 288
 _PANEL: Final = 64
-_WIDEST_NARROW: Final = 128  # wider heads have sums in panels, and room for two panels of values
+WIDEST_NARROW: Final = 128  # wider heads have sums in panels, and room for two panels of values
 NARROW, PANELS, WIDE = "narrow", "panels", "wide"
 BAR_Q_EMPTY, BAR_DOUT_EMPTY = gl.constexpr(8), gl.constexpr(10)
 
@@ -144,13 +144,13 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     dim, dim_v = hopper_widths((head_dim, head_dim_v))
     dim = max(dim, dim_v)
     panels = -(-head_dim // _PANEL), -(-head_dim_v // _PANEL)
-    if dim <= _WIDEST_NARROW:
+    if dim <= WIDEST_NARROW:
         consumers, block_m, block_n = NARROW, 2 * _PANEL * _PANEL // dim, 2 * _PANEL
         columns, panels = block_m, (dim // _PANEL, dim_v // _PANEL)
     else:
         shares_keys = hopper_shares_keys((head_dim, head_dim_v))
         consumers, block_m, block_n = (WIDE, _PANEL, _PANEL) if shares_keys else (PANELS, _PANEL, 2 * _PANEL)
-        columns, dim_v = _PANEL // 2, max(dim_v, _WIDEST_NARROW)
+        columns, dim_v = _PANEL // 2, max(dim_v, WIDEST_NARROW)
     narrow = consumers == NARROW
     # Beside wider values, keys of up to 64 have a second part, of zeros: there is dq for both warpgroups
     keys = _narrow_head(max(head_dim, dim // 2 + 1), dim) if narrow else None
