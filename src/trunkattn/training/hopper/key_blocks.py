@@ -68,6 +68,7 @@ class KeyTask(NamedTuple):
         full_begin, full_end: every query of the blocks [full_begin, full_end) sees all keys.
         part_begin, part_end: every query of the blocks [part_begin, part_end), which come behind `full_end`, sees the
             same part of the keys. There are such blocks only where `sees_parts` says so.
+        part_to: this part consists of the keys whose subtrees end here, later than those of all others.
         row_block: where the first block of queries of `head` lies in the arrays of rows.
         num_row_blocks: the distance to the first block of the next head there.
         depth_end: in a tree with a window, queries of this depth and deeper see none of the keys.

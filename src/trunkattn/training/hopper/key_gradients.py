@@ -15,8 +15,8 @@ https://arxiv.org/abs/2307.08691):
 A soft cap multiplies ds by its slope. The shift includes the sinks.
 
 Each warpgroup computes a part of a block's dq, [64, 64] or narrower, over all 128 keys. TMA adds it to memory in
-float32, in the order in which CTAs happen to run. So for deterministic gradients `query_gradients` computes dq, and the
-last line above is left out.
+float32, in the order in which CTAs happen to run. Where `Division.adds_dq` is false, as for deterministic gradients,
+`query_gradients` computes dq, and the last line above is left out.
 
 The width of a tensor is a power of two. Heads of 72 to 96 therefore consist of two parts, of 64 and of 32 dims, which
 are columns of one tile in shared memory.
