@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from benchmarks.kernels.flash_training import SHAPES, WIDE
 from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, card_of, exists, folded, load, sources, span, table
+from benchmarks.workloads.training_trees import parse_training_tree
+from trunkattn.training.spec import FEW_KEYS
 
 CARDS: Final = ("h100", "h200")
 OURS: Final = MappingProxyType(
@@ -222,6 +224,14 @@ def kind_of(row: Row) -> tuple[str, str]:
     return mask, heads
 
 
+def now_own(rows: Iterable[Row]) -> str:
+    """Names the trees that were measured in cuDNN and see so few keys that our own kernels compute them."""
+    measured_there = (row["tree"] for row in rows if row.get("default", {}).get("kernel") == "cuDNN flex_attention")
+    trees = {name: parse_training_tree(name) for name in measured_there}
+    few = [name for name, tree in trees.items() if tree.work.pairs <= FEW_KEYS * tree.num_tokens]
+    return f" For the trees {and_(few)} it is now our own kernels, which these rows do not show yet." if few else ""
+
+
 def trees() -> Section | None:
     """Sequences that share prefixes, beside peers and beside the same sequences repeated."""
     names = [f"trees-{card}" for card in CARDS if exists(f"trees-{card}")]
@@ -241,7 +251,7 @@ def trees() -> Section | None:
 
 Milliseconds forward + backward, {heads}, bf16. A tree is its levels from the root, each as
 segments × their tokens. "TrunkAttention" is `flash_attention` with `tree=`, which is cuDNN's flex_attention where it is
-installed. For the trees 700 + 64x300 and 300 + 16x500-2000 it is now our own kernels, which these rows do not show yet.
+installed.{now_own(all_rows)}
 "cuDNN flex" is the same called directly; TRL's way gathers the path from the root to every segment. "Repeated" is
 `flash_attention` of every sequence by itself, which computes a prefix for each of its branches. The last columns are
 what a tree saves: measured, and counted as pairs of a query and a key. {measured(all_rows)}

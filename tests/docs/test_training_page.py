@@ -111,6 +111,14 @@ def test_trees_before_and_after_they_are_measured(results: Path) -> None:
     assert "Prefix trees take 2.00 to 2.00× cuDNN's time in our kernels." in training.in_words()
 
 
+def test_trees_that_other_kernels_compute_than_were_measured_are_named() -> None:
+    there = {"default": {"kernel": "cuDNN flex_attention"}}
+    rows = [{"tree": name, **there} for name in ("700 + 64x300", "2048 + 16x1024")]
+    assert training.now_own(rows).startswith(" For the trees 700 + 64x300 it is now our own kernels")
+    rows[0] = {"tree": "700 + 64x300", "default": {"kernel": "Hopper forward"}}
+    assert training.now_own(rows) == ""
+
+
 def test_a_step_that_does_not_fit_is_out_of_memory(results: Path) -> None:
     steps = {"tree_step": {"ms": 10.0, "tokens_per_s": 5000, "peak_gb": 3.0, "loss": 2.0}}
     fits = tree(steps | {"repeated_step": {"ms": 25.0, "tokens_per_s": 2000, "peak_gb": 8.0, "loss": 2.0}})
