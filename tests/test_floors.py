@@ -5,13 +5,14 @@ Imports count wherever they stand: at the top, inside a function, under `TYPE_CH
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 from tests.floors import FLOORS, INNER_FLOORS, KERNEL_FLOOR, SPEC_FLOOR, TOP_FLOOR
+from tests.imports import imported_names
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "trunkattn"
@@ -48,29 +49,6 @@ NEVER_IMPORTS = (
 )
 # A core install has these only (llvmlite is part of Numba): the engine and the top floor may use what the extras bring.
 CORE_PACKAGES = frozenset({"torch", "numpy", "numba", "llvmlite", "triton"}) | sys.stdlib_module_names
-
-
-def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of everything imported; `from a import b` gives a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute_name("." * node.level + (node.module or ""), package)
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            for argument in node.args[:1]:
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield node.lineno, absolute_name(argument.value, package)
-
-
-def absolute_name(name: str, package: str) -> str:
-    """`name` with its leading dots resolved from inside `package`."""
-    level = len(name) - len(name.lstrip("."))
-    if level == 0:
-        return name
-    parents = package.split(".")[: len(package.split(".")) - (level - 1)]
-    return ".".join([*parents, name[level:]]).rstrip(".")
 
 
 def unit_of(dotted_name: str) -> str:
@@ -291,25 +269,6 @@ def test_a_borrowed_name_is_found() -> None:
     assert borrowed_names(files) == []
     bad = files | {"trunkattn.gpu.bad": "def f():\n    from trunkattn.gpu.launch import Geometry"}
     assert len(borrowed_names(bad)) == 1
-
-
-def imported_tests(path: PurePosixPath, source: str) -> list[str]:
-    """What a file of tests, `path` relative to the project, imports from a file with tests of its own."""
-    imported = imported_names(ast.parse(source), ".".join(path.parent.parts))
-    return [f"{path}:{line} imports {name}" for line, name in imported if ".test_" in name]
-
-
-def test_what_tests_share_has_a_module_of_its_own() -> None:
-    files = [PurePosixPath(file.relative_to(TESTS.parent)) for file in sorted(TESTS.rglob("*.py"))]
-    found = [each for path in files for each in imported_tests(path, (TESTS.parent / path).read_text())]
-    assert not found, "\n".join(found)
-
-
-def test_an_imported_test_is_found() -> None:
-    path = PurePosixPath("tests/gpu/test_launch.py")
-    assert imported_tests(path, "from ..ops.cases import LAYOUTS\nfrom .backend_cases import pretend_gpu") == []
-    for source in ("from ..ops.test_write_kv import LAYOUTS", "from tests.gpu.test_decode import TABLE"):
-        assert len(imported_tests(path, source)) == 1
 
 
 def test_every_file_stands_in_the_house() -> None:

@@ -1,6 +1,7 @@
 """The parts that plug-ins share, without any engine: layer specs, counters of KV reads, and their way off a device."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,7 +123,8 @@ def test_numbers_from_the_device_arrive_once_and_in_order() -> None:
 
 def test_numbers_are_counted_before_the_first_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(device_traffic.time, "monotonic", lambda: now)
+    for module in (device_traffic, kv_traffic):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     lines: list[str] = []
     stats = KvReadStats(1, make_counters(), lambda message, *values: lines.append(message % values))
     traffic = DeviceTraffic(1, CPU, [])

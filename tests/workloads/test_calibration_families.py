@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ STEPS = 300
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at it takes a second."""
     ticks = itertools.count()
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
