@@ -140,9 +140,8 @@ def _whole_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Op
         given += [spec.UNEVEN]
     if tree is not None and tree.num_levels > spec.CUDNN_LEVELS:
         given += [spec.DEEP]
-    if tree is not None and tree.work.pairs <= spec.FEW_KEYS * tree.num_tokens:
-        given += [spec.SHALLOW]
-    config = spec.TrainingConfig.of(q, k, v, tuple(given))
+    is_shallow = tree is not None and tree.work.pairs <= spec.FEW_KEYS * tree.num_tokens
+    config = spec.TrainingConfig.of(q, k, v, tuple(given), is_shallow)
     return _chosen(Work.BATCH if tree is None else Work.TREE, config, q.device)
 
 

@@ -19,7 +19,8 @@ LONG: Final = 2048  # queries from which on cuDNN computes fewer forward passes,
 class TrainingConfig(NamedTuple):
     """The properties of a call that decide which training kernel computes it. dtype: of queries, keys and values.
     head_dim_v: of values. options: names of the other arguments of `flash_attention` that are given. is_grouped:
-    several query heads share a KV head. is_long: there are `LONG` queries or more in a sequence of a batch."""
+    several query heads share a KV head. is_long: there are `LONG` queries or more in a sequence of a batch. is_shallow:
+    the tokens of a tree see at most `FEW_KEYS` keys each on average."""
 
     head_dim: int
     dtype: torch.dtype
@@ -27,12 +28,20 @@ class TrainingConfig(NamedTuple):
     options: tuple[str, ...] = ()
     is_grouped: bool = False
     is_long: bool = False
+    is_shallow: bool = False
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: tuple[str, ...] = ()) -> "TrainingConfig":
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: tuple[str, ...] = (),
+        is_shallow: bool = False,
+    ) -> "TrainingConfig":
         """The configuration of checked tensors [..., tokens, heads, head_dim]."""
         is_grouped, is_long = q.shape[-2] != k.shape[-2], q.shape[-3] >= LONG
-        return cls(q.shape[-1], q.dtype, v.shape[-1], options, is_grouped, is_long)
+        return cls(q.shape[-1], q.dtype, v.shape[-1], options, is_grouped, is_long, is_shallow)
 
     @property
     def widest(self) -> int:
@@ -61,7 +70,6 @@ CUDNN_NEEDS: Final = (1, 32)  # the version of its front end from which on flex_
 CUDNN_LEVELS: Final = 1024
 DEEP: Final = f"a tree of more than {CUDNN_LEVELS} levels"  # beside arguments of `flash_attention` among options
 FEW_KEYS: Final = 1024  # with so few keys a query, heads of 104 to 128 have a Hopper kernel of its own for dq
-SHALLOW: Final = f"a tree of at most {FEW_KEYS} keys a query"  # on average; beside arguments among options, too
 _CUDNN_CAPABILITIES: Final = (90, 100, 103)
 _CUDNN_HOPPER_NARROW: Final = 48  # wider heads up to 64 have tiles that leave no shared memory for values beyond 96
 
@@ -170,13 +178,12 @@ def _heads(config: TrainingConfig) -> str:
 
 def refuses_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     """Why cuDNN's flex_attention does not compute a prefix tree on a card; empty: it does."""
-    shallow = SHALLOW in config.options
-    config = config._replace(options=tuple(option for option in config.options if option != SHALLOW))
     reasons = _refuses_either_cudnn(config, card, "cuDNN's flex_attention", 128, _CUDNN_PAIRS)
     head_dim, head_dim_v = config.head_dim, config.head_dim_v
     is_timed = _NARROW < head_dim == head_dim_v <= 128
-    if shallow and is_timed and not reasons and not refuses_hopper_backward(config, card):
-        reasons.append(f"{SHALLOW}, {_heads(config)}: the Hopper passes are faster")
+    if config.is_shallow and is_timed and not reasons and not refuses_hopper_backward(config, card):
+        few = f"a tree of at most {FEW_KEYS} keys a query"
+        reasons.append(f"{few}, {_heads(config)}: the Hopper passes are faster")
     if card.capability == 90 and head_dim != head_dim_v and config.is_grouped:
         reasons.append(
             f"head_dim {head_dim}, of values {head_dim_v}, of grouped heads: expected one head_dim on Hopper"
