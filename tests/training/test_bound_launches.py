@@ -154,6 +154,16 @@ def test_a_launch_for_aligned_tensors_serves_no_other(name: str, which: str, ker
         assert len(kernels[each].compiled.calls) == 1 + (not is_read)
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("name", ["Hopper forward", "Hopper backward"])
+def test_tma_gets_a_copy_of_what_it_does_not_read(name: str, which: str, kernels: dict[str, StandIn]) -> None:
+    t = make_tensors("batch")
+    call(name, t | {which: moved(t[which])}, KINDS["batch"])
+    (kernel,) = (kernels[each] for _, each in PASSES[name] if each.startswith("hopper"))
+    descriptors = [value for _, named in kernel.calls for value in named.values() if hasattr(value, "base")]
+    assert len(descriptors) >= 4 and all(each.base.data_ptr() % 16 == 0 for each in descriptors)
+
+
 @pytest.mark.parametrize("name", ["deterministic", "one pass", "Hopper backward"])
 def test_a_launch_without_a_gradient_of_lse_serves_no_call_with_one(name: str, kernels: dict[str, StandIn]) -> None:
     t = make_tensors("batch")

@@ -18,6 +18,7 @@ from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import op
 from trunkattn.training.arguments import Variant
 from trunkattn.training.hopper import forward as hopper
+from trunkattn.training.hopper.common import readable_by_tma
 from trunkattn.training.hopper.forward_arguments import ForwardArguments, forward_constants
 from trunkattn.training.hopper.producer import BAR_Q_EMPTY
 from trunkattn.training.hopper.query_gradients import query_constants
@@ -108,7 +109,7 @@ def tensors(dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor, torc
     return q, k, torch.zeros_like(k)
 
 
-def test_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
+def test_empty_tensors_go_to_the_portable_kernel_and_no_others() -> None:
     """Where there is no card, an H100 stands in."""
     q, k, v = tensors()
     portable = op.portable_kernel(Work.FORWARD).source()
@@ -118,23 +119,24 @@ def test_tensors_that_it_cannot_read_go_to_the_portable_kernel() -> None:
     for option in ({"sliding_window": 7}, {"soft_cap": 3.0}, {"sinks": torch.zeros(8)}):
         assert op._kernel(Work.FORWARD, (q, k, v), replace(plain, **option).options) is hopper
     odd = torch.zeros(v.numel() + 1, dtype=BF16)[1:].view(v.shape)
-    assert op._kernel(Work.FORWARD, (q, k, odd), ()) is portable
+    for options in ((), ("tree",)):
+        assert op._kernel(Work.FORWARD, (q, k, odd), options) is hopper
+        assert op._kernel(Work.FORWARD, (q, k[:, :0], v[:, :0]), options) is portable
 
 
 def test_what_tma_reads() -> None:
     wide = torch.zeros(3, 50, 4, 72, dtype=F16)
-    readable = (
+    as_they_are = (
         wide, wide[..., :64], wide.transpose(1, 2), wide[:1], wide[1, :, :1],
         torch.zeros(10, 3, 4, 64, dtype=F16)[:, 1],
-        torch.zeros(2, 9, 64, 4, dtype=F16).transpose(2, 3),  # becomes contiguous
     )  # fmt: skip
-    assert all(hopper.reads(tensor) for tensor in readable)
-    unreadable = (
-        wide[..., 1:65], torch.zeros(3, 50, 4, 20, dtype=F16), wide[:, :0], wide[:, :1].expand(-1, 50, -1, -1),
-        torch.zeros(2, 9, 20, 4, dtype=F16).transpose(2, 3),
+    assert all(one is other for one, other in zip(readable_by_tma(*as_they_are), as_they_are, strict=True))
+    copied = (
+        wide[..., 1:65], wide[:, :1].expand(-1, 50, -1, -1), torch.zeros(2, 9, 64, 4, dtype=F16).transpose(2, 3),
+        torch.rand(3 * 50 * 4 * 64 + 1).to(F16)[1:].view(3, 50, 4, 64), torch.rand(3, 50, 4, 76).to(F16)[..., :72],
     )  # fmt: skip
-    assert not any(hopper.reads(tensor) for tensor in unreadable)
-    assert not hopper.reads(readable[0], unreadable[0])
+    for tensor, copy in zip(copied, readable_by_tma(*copied), strict=True):
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, tensor)
 
 
 class Recorder:

@@ -28,13 +28,12 @@ from trunkattn.training.arguments import (
     Width,
     arguments,
     contiguous_or_none,
-    readable,
     with_batch,
     with_tables,
 )
 from trunkattn.training.backward import row_values
 from trunkattn.training.common import find_sequence, sequence_range, store_tile
-from trunkattn.training.hopper.common import TensorMap, tensor_map
+from trunkattn.training.hopper.common import TensorMap, readable_by_tma, tensor_map
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.division import Division, division
 from trunkattn.training.hopper.key_blocks import BackwardConstants, KeyWork
@@ -298,9 +297,8 @@ def backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Computes dq, dk, dv and dsinks, with the arguments and results of `training.backward.backward`."""
-    q, k, v = readable(*saved[:3])
-    out, lse, dout = (tensor.contiguous() for tensor in (*saved[3:5], gradients[0]))
-    dout, dlse = dout if reads(dout) else dout.clone(), contiguous_or_none(gradients[1])
+    q, k, v, dout = readable_by_tma(*saved[:3], gradients[0].contiguous())
+    out, lse, dlse = saved[3].contiguous(), saved[4].contiguous(), contiguous_or_none(gradients[1])
     kinds = [None if each is None else tensor_kind(each) for each in (q, k, v, out, lse, dout, dlse)]
     divided = division(q, k, v, sequences, deterministic)
     key = "hopper backward", q.device, *kinds, sequences.kind, divided

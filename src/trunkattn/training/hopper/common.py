@@ -1,4 +1,4 @@
-"""TMA for the training kernels of Hopper: which tensors it reads, and how."""
+"""TMA for the training kernels of Hopper: which tensors it reads, which are copied first, and how."""
 
 from typing import Final, NamedTuple
 
@@ -6,25 +6,29 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from trunkattn.training.arguments import readable
+
 TMA_BYTES: Final = 16  # an address or a stride in a TMA descriptor is a multiple of this
 _LAYOUT: Final = gl.NVMMASharedLayout(128, 16, 4)
 
 
-def reads(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can read the tensors [..., heads, head_dim]. A tensor whose last dimension is not contiguous is
-    copied first, so only the size of that dimension counts."""
-    return all(_is_readable(tensor) for tensor in tensors)
+def reads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the Hopper kernels compute the tensors: TMA reads no empty one."""
+    return bool(q.numel() and k.numel() and v.numel())
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    shape, itemsize = tensor.shape, tensor.itemsize
-    *strides, last = tensor.stride()
-    if 0 in shape:
-        return False
-    if last != 1:  # `readable` copies such a tensor
-        return shape[-1] * itemsize % TMA_BYTES == 0
-    for stride, size in zip(strides, shape, strict=False):
-        if size > 1 and (stride <= 0 or stride * itemsize % TMA_BYTES):
+def readable_by_tma(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors [..., tokens, heads, head_dim], or contiguous copies of those that `readable` copies or TMA
+    does not read, because their address or a stride is not in whole `TMA_BYTES` or a stride is 0."""
+    return [
+        tensor if _is_read(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor in readable(*tensors)
+    ]
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False):
+        if size > 1 and (stride <= 0 or stride * tensor.itemsize % TMA_BYTES):
             return False
     return tensor.data_ptr() % TMA_BYTES == 0
 

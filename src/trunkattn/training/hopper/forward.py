@@ -33,8 +33,8 @@ from trunkattn.gpu.hopper.pipeline import (
     warps_sync,
 )
 from trunkattn.numerics import LOG2_E
-from trunkattn.training.arguments import readable, with_batch
-from trunkattn.training.hopper.common import TensorMap
+from trunkattn.training.arguments import with_batch
+from trunkattn.training.hopper.common import TensorMap, readable_by_tma
 from trunkattn.training.hopper.common import reads as reads
 from trunkattn.training.hopper.forward_arguments import (
     BROUGHT,
@@ -196,9 +196,8 @@ class _Bound(NamedTuple):
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes out and lse like the portable `forward`, for tensors that TMA can read, on the current stream and
-    device."""
-    q, k, v = readable(q, k, v)
+    """Computes out and lse like the portable `forward`, on the current stream and device."""
+    q, k, v = readable_by_tma(q, k, v)
     key = "hopper forward", q.device, tensor_kind(q), tensor_kind(k), tensor_kind(v), sequences.kind, tile
     bound = kept(key, lambda: _bind(q, k, v, sequences, tile))
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
