@@ -75,15 +75,15 @@ def write_latent(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, 
     """
     _check_slots(slot_mapping)
     num_tokens = slot_mapping.shape[0]  # len() would be a constant where torch.export leaves it open
-    for name, tensor, shape in (
-        ("latent", latent, ("num_tokens", "latent_dim")),
-        ("rope", rope, ("num_tokens", "head_dim - latent_dim")),
-        ("cache", cache, ("num_pages", "page_size", "head_dim")),
+    for name, tensor, axes, first in (
+        ("latent", latent, ("num_tokens", "latent_dim"), num_tokens),
+        ("rope", rope, ("num_tokens", "head_dim - latent_dim"), num_tokens),
+        ("cache", cache, ("num_pages", "page_size", "head_dim"), None),
     ):
         _check_tensor(name, tensor)
-        if tensor.dim() != len(shape) or (name != "cache" and tensor.shape[0] != num_tokens):
-            expected = ", ".join(shape).replace("num_tokens", f"num_tokens={num_tokens}")
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected ({expected})")
+        if tensor.dim() != len(axes) or (first is not None and tensor.shape[0] != first):
+            expected = shape_text(axes, (first, *[None] * (len(axes) - 1)))
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {expected}")
     width = latent.shape[1]
     if width + rope.shape[1] != cache.shape[2]:
         raise ValueError(
