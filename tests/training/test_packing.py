@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from trunkattn import PrefixTree
@@ -19,6 +20,13 @@ def test_unpacking_has_one_gradient_for_all_sequences() -> None:
     expected = torch.ones(tree.num_tokens, 2)
     expected[:3], expected[3:5], expected[6] = 49, 0, 3
     assert torch.equal(gradient, expected)
+
+
+def test_weights_are_lists_arrays_or_tensors() -> None:
+    tree = PrefixTree.from_segments([-1, 0, 0], [2, 1, 1])
+    expected = tree.pack([torch.tensor([1.0, 0.1, 1.0]), torch.tensor([1.0, 0.3, 0.0])]).weights
+    assert torch.equal(tree.pack([[1, 0.1, True], np.array([1.0, 0.3, 0.0])]).weights, expected)
+    assert torch.equal(tree.pack(np.array([[1.0, 0.1, 1.0], [1.0, 0.3, 0.0]])).weights, expected)  # type: ignore[arg-type]
 
 
 def test_weights_of_many_copies_are_rounded_once() -> None:

@@ -168,7 +168,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
     ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
     ("sequences has shape (): expected a list of seq", lambda: PrefixTree.from_sequences(np.array(5))),
-    ("weights has shape (): expected a list of tensors", lambda: segments(-1).pack(torch.tensor(1.0))),  # type: ignore
+    ("weights has shape (): expected a list of lists or", lambda: segments(-1).pack(torch.tensor(1.0))),  # type: ignore
     ("weights[0] has layout torch.sparse_coo", lambda: segments(-1).pack([torch.ones(2).to_sparse()])),
     (
         "weights[0] is a Tensor without memory of its own: expected a plain tensor, outside transformations of",
@@ -200,7 +200,14 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("parents is an int: expected a list of integers", lambda: PrefixTree.from_segments(3, [1])),  # type: ignore
     ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> … -> 0: expected", lambda: segments(*range(1, 9000), 0)),
     ("parents[0]=1: expected -1 or a segment on the path", lambda: segments(*range(1, 9000), -1)),
-    ("weights[0] is a list: expected a torch.Tensor of real", lambda: segments(-1).pack([[1, 1]])),  # type: ignore
+    ("weights[0] is a list: expected a list or a torch.Tensor of real", lambda: segments(-1).pack([["a", "b"]])),  # type: ignore
+    ("weights[0] is a list: expected a list or a", lambda: segments(-1).pack([[1, [1]]])),  # type: ignore
+    ("weights[0] is None: expected a list or a", lambda: segments(-1).pack([None])),  # type: ignore
+    ("weights[0] has shape (): expected (2,), the", lambda: segments(-1).pack([1.0])),  # type: ignore
+    (
+        "weights[0] hides entries behind a mask: expected all of them; use weights[0].filled(0)",
+        lambda: segments(-1).pack([np.ma.array([1.0, 0.5], mask=[False, True])]),
+    ),
     (
         "weights[0] has dtype torch.complex64: expected a",
         lambda: segments(-1).pack([torch.ones(2).to(torch.complex64)]),
@@ -210,7 +217,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: segments(-1).pack([torch.ones(2, requires_grad=True)]),
     ),
     ("weights[0] is a dual tensor of forward-mode differentiation: expected no tangent, for", pack_of_a_tangent),
-    ("weights is a float: expected a list of tensors", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
+    ("weights is a float: expected a list of lists or", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
     ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
     ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),
     ("prompt is empty: expected at least one token", lambda: PrefixTree.from_prompt([], [[1]])),

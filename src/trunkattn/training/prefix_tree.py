@@ -7,7 +7,7 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from trunkattn.training.token_trie import (
 )
 from trunkattn.training.tree_segments import check_segments, count_work, path_lengths, table_numbers
 from trunkattn.validate import check_dense, check_memory, described, has_memory
+
+Weights: TypeAlias = Sequence[float] | torch.Tensor | np.ndarray
 
 _Made = TypeVar("_Made")
 _MOST_TOKENS: Final = MAX_INT32 // 4 * 4 - LARGEST_BLOCK  # for `table_length` fits in int32, too
@@ -284,7 +286,7 @@ class PrefixTree:
         tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.__dict__.update(state | tensors, work=count_work(state["parents"], state["lengths"]))
 
-    def pack(self, weights: Sequence[torch.Tensor] | None = None) -> PackedTree:
+    def pack(self, weights: Sequence[Weights] | None = None) -> PackedTree:
         """Packs the tree: its tokens, their positions, and the weights with which the packed loss equals that of all
         sequences.
 
@@ -293,11 +295,11 @@ class PrefixTree:
         once for each sequence that holds it.
 
         Args:
-            weights: for each sequence the weight [length] of each token's loss; None for 1.
+            weights: for each sequence the weight [length] of each token's loss, a tensor or a list; None for 1.
 
         Raises:
-            ValueError, TypeError: the weights are no tensors of real numbers, one for each token of each sequence, or
-                require a gradient.
+            ValueError, TypeError: the weights are no real numbers, one for each token of each sequence, or require a
+                gradient.
         """
         sums = self._counts() if weights is None else self._sums(weights)
         starts, stops, parents, _ = self._segments.T
@@ -317,15 +319,15 @@ class PrefixTree:
                 counts[self.parents[segment]] += counts[segment]
         return np.repeat(np.array(counts, np.float32), self.lengths)
 
-    def _sums(self, weights: Sequence[torch.Tensor]) -> np.ndarray:
+    def _sums(self, weights: Sequence[Weights]) -> np.ndarray:
         """The sum of the weights of all copies of each token, float32."""
         indices = self.sequence_indices()
-        weights = check_list("weights", weights, "tensors")
+        weights = check_list("weights", weights, "lists or tensors")
         if len(weights) != len(indices):
             raise ValueError(f"weights has {len(weights)} entries: expected {len(indices)}, one for each sequence")
         sums = torch.zeros(self.num_tokens, dtype=torch.float64, device="cpu")  # of many copies, rounded once
-        for number, (own, weight) in enumerate(zip(indices, weights, strict=True)):
-            _check_values(f"weights[{number}]", weight)
+        for number, (own, given) in enumerate(zip(indices, weights, strict=True)):
+            weight = _real_numbers(f"weights[{number}]", given)
             if tuple(weight.shape) != (len(own),):
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
@@ -377,14 +379,30 @@ def check_is_tree(tree: Any) -> None:
         raise TypeError(f"tree is {described(tree)}: expected a trunkattn.PrefixTree")
 
 
-def _check_values(name: str, value: Any) -> None:
-    """Raises unless it is a dense tensor of real numbers that has them, and that no gradient is asked of."""
-    if not isinstance(value, torch.Tensor) or value.is_complex():
-        found = f"has dtype {value.dtype}" if isinstance(value, torch.Tensor) else f"is {described(value)}"
-        raise TypeError(f"{name} {found}: expected a torch.Tensor of real numbers, one for each token of the sequence")
+def _real_numbers(name: str, value: Weights) -> torch.Tensor:
+    """Returns a tensor as it is, and a list or an array as one. Raises unless it is dense and holds real numbers that
+    no gradient is asked of."""
+    expected = "expected a list or a torch.Tensor of real numbers, one for each token of the sequence"
+    if not isinstance(value, torch.Tensor):
+        return torch.from_numpy(_array_of_reals(name, value, expected))
+    if value.is_complex():
+        raise TypeError(f"{name} has dtype {value.dtype}: {expected}")
     check_dense(name, value)
     if value.is_meta:
         raise ValueError(f"{name} is on meta: expected a tensor that holds its numbers")
     if not torch.compiler.is_compiling():
         check_memory(name, value)
     check_none(name, value, "packing records none; weigh the losses that unpack returns")
+    return value
+
+
+def _array_of_reals(name: str, value: Any, expected: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as error:  # lists of different lengths, tensors without data
+        raise TypeError(f"{name} is {described(value)}: {expected}") from error
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name} is {described(value)}: {expected}")
+    if np.ma.is_masked(value):
+        raise ValueError(f"{name} hides entries behind a mask: expected all of them; use {name}.filled(0)")
+    return array.astype(np.float64)
