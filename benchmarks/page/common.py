@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "triton", "vllm", "sglang", "transformers")  # whose versions are named
+MOST_OF_NUMBERS: Final = 24  # characters of a table's cell that holds numbers, not a sentence
 NOTICEABLE = 1.01  # a ratio of times from which the page calls a difference a loss
 
 
@@ -58,9 +59,12 @@ def read(path: Path) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table: the first `left` columns to the left, numbers to the right."""
-    rule = "|".join(["---"] * left + ["--:"] * (len(head) - left))
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
+    """A Markdown table: the first `left` columns and those with sentences to the left, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    columns = zip(*cells, strict=True) if cells else ([] for _ in head)
+    longest = (max(map(len, column), default=0) for column in columns)
+    rule = "|".join("---" if at < left or length > MOST_OF_NUMBERS else "--:" for at, length in enumerate(longest))
+    lines = [f"| {' | '.join(row)} |" for row in (head, *cells)]
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
