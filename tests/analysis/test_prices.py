@@ -1,13 +1,15 @@
 """What a step costs: models' sizes, cards, and predictions held to what was measured."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
@@ -107,6 +109,24 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"attention_chunk_size": 8192}, "its layers attend within chunks"),
         ({"is_encoder_decoder": True}, "it has an encoder"),
         ({"architectures": ["BertForMaskedLM"]}, "it has an encoder"),
+        ({"type_vocab_size": 2}, "it has an encoder"),
+        ({"use_bidirectional_attention": True}, "it has an encoder"),
+        ({"keep_window_size": 2048}, "its layers attend only to chosen tokens"),
+        (
+            {"cross_attention_layers": [3, 8]},
+            "its cross_attention_layers tells of layers that do not cache what others",
+        ),
+        (
+            {"full_attn_idxs": [2, 5], "conv_L_cache": 3},
+            "its conv_L_cache tells of layers that do not cache what others",
+        ),
+        ({"num_attention_heads_per_layer": [32, 48] * 16}, "its layers have different numbers of heads"),
+        ({"model_type": "hrm_text"}, "a token passes its layers several times; name a model like it"),
+        ({"model_type": "jetmoe"}, "its attention has experts"),
+        (
+            {"intermediate_size": None},
+            "expected an integer above 0, or the name of a model like it, such as llama-3-8b",
+        ),
         ({"num_local_experts": 4, "num_experts_per_tok": 8}, "a token chooses 8 of its 4 experts"),
         ({"layer_types": ["full_attention"] * 31}, "gives a long value as layer_types: expected a list of 32 names"),
         ({"layer_types": ["sliding_attention"] * 32}, "its sliding_window is not told"),
@@ -163,22 +183,69 @@ def test_quantized_weights_are_smaller(quantization: dict[str, Any], share: floa
     assert small.total_bytes() - small.bytes_read(1) == plain.total_bytes() - plain.bytes_read(1) == output
 
 
-MODEL_TYPES = (
-    *("llama", "gemma2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite", "granitemoeshared", "exaone_moe", "afmoe"),
-    *("ernie4_5_moe", "starcoder2", "gpt_neox", "phi", "persimmon", "biogpt", "apertus", "arcee", "nanochat", "jais2"),
-)
+# What the default configuration of a type leaves out, without which transformers makes no model.
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+ASKED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_model_has_the_weights_that_transformers_makes(model_type: str) -> None:
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {model_type}")
-    config = CONFIG_MAPPING[model_type](vocab_size=4000, num_hidden_layers=6, max_position_embeddings=64)
+@pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {"gemma4_assistant"}))
+def test_a_model_is_refused_or_has_the_weights_and_windows_that_transformers_makes(model_type: str) -> None:
+    """Weights that read images or sound are no part of a step, nor is a token table that is not the output layer."""
+    try:
+        config = CONFIG_MAPPING[model_type](**ASKED.get(model_type, {}))
+        shape = shape_of("a", json.loads(config.to_json_string()))
+    except ValueError as error:
+        assert "name a model like it" in str(error) or "the name of a model like it" in str(error)
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    others = re.compile("vision|visual|image|audio|multi_modal")
+    made = sum(weight.numel() for name, weight in model.named_parameters() if not others.search(name))
+    table = model.get_input_embeddings().weight
+    made -= 0 if table is model.get_output_embeddings().weight else table.numel()
+    experts = sum(each.count * each.numbers for each in shape.experts)
+    assert shape.dense_numbers + experts == pytest.approx(made, rel=0.02)
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    assert shape.windows == tuple(getattr(layer, "sliding_window", None) for layer in layers)
+
+
+def test_experts_end_at_the_layer_that_a_config_names() -> None:
+    config = CONFIG_MAPPING["ernie4_5_moe"](num_hidden_layers=6, moe_layer_end_index=2)
     with torch.device("meta"):
         made = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     shape = shape_of("a", json.loads(config.to_json_string()))
     experts = sum(each.count * each.numbers for each in shape.experts)
+    assert shape.dense_numbers + experts == pytest.approx(made, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", ["cosmos3_edge", "muse_glimmer", "muse_spark"])
+def test_a_model_that_sees_images_has_the_weights_of_its_text_model(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type]()
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    made = sum(weight.numel() for weight in [*model.get_decoder().parameters(), *model.lm_head.parameters()])
+    shape = shape_of("a", json.loads(config.to_json_string()))
+    experts = sum(each.count * each.numbers for each in shape.experts)
     assert shape.dense_numbers + shape.table_numbers + experts == pytest.approx(made, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_a_text_config_may_leave_out_the_defaults_of_its_type(model_type: str) -> None:
+    """transformers leaves them out, and neither the number of heads nor hidden_size tells them."""
+    sizes = {"hidden_size": 3840, "num_hidden_layers": 12, "intermediate_size": 15_360}
+    whole = json.loads(CONFIG_MAPPING[model_type](**sizes).to_json_string())
+    given = ("vocab_size", "num_attention_heads", "num_key_value_heads") if model_type != "gemma3_text" else ()
+    left = {name: whole[name] for name in (*sizes, *given, "sliding_window", "model_type") if name in whole}
+    assert shape_of("a", {"text_config": left}) == shape_of("a", whole)
 
 
 def test_a_token_table_is_the_output_layer_unless_a_config_tells_otherwise() -> None:

@@ -14,14 +14,39 @@ _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float3
 _MXFP4_BYTES: Final = 4.25 / 8  # bytes of an expert's weight, its share of the scale included
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 # Fields of configurations whose attention reads only selected tokens.
-_SPARSE_ATTENTION: Final = ("index_topk", "index_topk_blocks")
+_SPARSE_ATTENTION: Final = ("index_topk", "index_topk_blocks", "keep_window_size")
 # Prefixes of fields that say that some layers are no attention over a KV cache.
 _OTHER_LAYERS: Final = ("mamba", "ssm_", "lru_", "linear_attn", "linear_num_", "hybrid_", "attn_type_list", "rwkv")
 # Fields that say that some layers cache other numbers than num_key_value_heads and head_dim tell, or none.
-_OTHER_CACHES: Final = ("num_kv_shared_layers", "per_layer_config", "global_head_dim", "num_global_", "swa_")
+_OTHER_CACHES: Final = (
+    *("num_kv_shared_layers", "per_layer_config", "global_head_dim", "num_global_", "swa_", "conv_L_cache"),
+    *("cross_attention_layers", "cross_layer_interval"),
+)
+# Types of models that no field tells from others -> why they have no price.
+_REFUSED: Final = MappingProxyType(
+    {
+        "bert-generation": "it has an encoder",
+        "hunyuan_v1_moe": "no field tells of its shared expert",
+        "hrm_text": "a token passes its layers several times",
+        "jetmoe": "its attention has experts",
+    }
+)
 # Models whose feed-forward parts multiply with two matrices. All others have a gate, which is a third one.
 _UNGATED: Final = frozenset(
-    ("apertus", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2")
+    (
+        *("apertus", "arcee", "biogpt", "cosmos3_edge_text", "git", "gpt_neox", "jais2", "nanochat", "nemotron"),
+        *("persimmon", "phi", "starcoder2"),
+    )
+)
+# Models whose attention has a gate for each number of its output.
+_GATED_ATTENTION: Final = frozenset(("afmoe", "muse_glimmer_text", "muse_spark_text"))
+# What transformers leaves out of a text_config, because it is the default of the type.
+_DEFAULTS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
+    {
+        "gemma": {"head_dim": 256},
+        "gemma2": {"head_dim": 256},
+        "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    }
 )
 # In these models every n-th layer has full attention, the others a sliding window.
 _ALTERNATE: Final = MappingProxyType({"gemma2": 2, "gemma3_text": 6})
@@ -142,6 +167,8 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a configuration of transformers describes. It raises the errors of `model_shape`."""
     reader = _Reader(name, config)
     config = {**config, **reader.mapping("text_config")}
+    model_type = str(config.get("model_type"))
+    config = {**_DEFAULTS.get(model_type, {}), **config}
     reader = _Reader(name, config)
     reader.refuse_other_layers()
     hidden, num_layers = reader.number("hidden_size"), reader.number("num_hidden_layers")
@@ -156,7 +183,8 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         kv_heads = reader.number("num_key_value_heads", default=heads)
         reader.refuse(reader.number("v_head_dim", default=head_dim) != head_dim, "its values have another head_dim")
     reader.refuse(not head_dim, "its heads have no elements")
-    attention = reader.latent_numbers() if latent else hidden * head_dim * 2 * (heads + kv_heads)
+    outputs = 2 + (model_type in _GATED_ATTENTION)
+    attention = reader.latent_numbers() if latent else hidden * head_dim * (outputs * heads + 2 * kv_heads)
     feed_forward = [reader.feed_forward(layer) for layer in range(num_layers)]
     dense = num_layers * attention + sum(numbers for numbers, _ in feed_forward) + vocab * hidden
     return ModelShape(
@@ -194,7 +222,7 @@ class _Reader:
         name = next((name for name in names if self.config.get(name)), names[0])
         found = self.config.get(name) or default
         if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
-            self.complain(name, found, "an integer above 0")
+            self.complain(name, found, "an integer above 0, or the name of a model like it, such as llama-3-8b")
         return found
 
     def complain(self, name: str, found: Any, expected: str) -> NoReturn:
@@ -220,7 +248,12 @@ class _Reader:
         """Raises ValueError where layers are no attention of a decoder over a KV cache, or not over all of it."""
         config = self.config
         has_encoder = config.get("is_encoder_decoder") or "ForMaskedLM" in str(config.get("architectures"))
+        has_encoder = has_encoder or config.get("type_vocab_size") or config.get("use_bidirectional_attention") is True
         self.refuse(bool(has_encoder), "it has an encoder")
+        why = _REFUSED.get(str(config.get("model_type")))
+        self.refuse(why is not None, str(why))
+        heads = set(self.integers("num_attention_heads_per_layer")) - {config.get("num_attention_heads")}
+        self.refuse(bool(heads), "its layers have different numbers of heads")
         self.refuse(any(config.get(field) for field in _SPARSE_ATTENTION), "its layers attend only to chosen tokens")
         caches = [name for name, value in config.items() if name.startswith(_OTHER_CACHES) and value]
         self.refuse(bool(caches), f"its {', '.join(caches[:1])} tells of layers that do not cache what others do")
@@ -249,14 +282,17 @@ class _Reader:
         size = self.number("moe_intermediate_size", "intermediate_size")
         shared = self.number("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
         shared += self.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0) * size
-        per_token = self.number("num_experts_per_tok", "num_experts_per_token", "moe_k")
+        per_token = self.number("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
         self.refuse(per_token > count, f"a token chooses {per_token} of its {count} experts")
-        numbers = matrices * hidden
-        return numbers * shared + hidden * count, Experts(count, per_token, numbers * size)
+        inner = self.number("moe_hidden_size", default=hidden)  # what experts see, after a projection
+        around = 2 * hidden * inner if inner != hidden else 0
+        return matrices * hidden * shared + hidden * count + around, Experts(count, per_token, matrices * inner * size)
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer of a model with routed experts has none."""
         if layer < self.number("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", default=0):
+            return True
+        if isinstance(last := self.config.get("moe_layer_end_index"), int) and 0 <= last < layer:
             return True
         if isinstance(kinds := self.config.get("mlp_layer_types"), list):  # a name for each layer
             return kinds[layer : layer + 1] != ["sparse"]
