@@ -318,6 +318,12 @@ def test_parts_of_a_fused_tensor_and_tensors_that_tma_cannot_read() -> None:
     for target, tensor in zip(odd, fused, strict=True):
         target.copy_(tensor)
     assert torch.equal(flash_attention(*odd, True, **sums), apart)
+    gradients = []
+    for tensors in (odd, fused):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = flash_attention(*leaves, True, deterministic=True, **sums)
+        gradients.append(torch.autograd.grad(out, leaves, apart))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_transformations_of_torch_func() -> None:
