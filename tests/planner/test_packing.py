@@ -1,10 +1,11 @@
 """Packing policies on hand-computed forests, and `optimal` against all of them on random ones."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import random_forest
@@ -16,6 +17,7 @@ from trunkattn.planner.packs.optimal import count_states, optimal
 from trunkattn.planner.planner import HEURISTICS, Planner, StepTables
 from trunkattn.planner.prefix_forest import ROOT, Forest
 
+from ..attention.cases import fraction
 from .specs import MODEL, as_batch, forest_of, make_batch, make_spec
 
 ONE_TILE = 1 << 20  # queries
@@ -125,6 +127,60 @@ def test_fasttree_cuts_where_both_sides_would_be_padded() -> None:
     assert starts("fasttree", make_batch(rows), MODEL._replace(group_size=1)) == [ROOT, 0, 0]
 
 
+def fasttree_by_definition(forest: Forest, queries: np.ndarray, group_size: int) -> list[int]:
+    """The rule with the weights that FastTree publishes: a child that takes its parent's tokens and its own queries
+    away from it, or leaves both there."""
+
+    def padding(rows: int, keys: int) -> Fraction:
+        tile = 64 if rows > 16 else 16
+        return Fraction("0.66") * (-rows % tile) * keys + Fraction("0.33") * max(0, 32 - keys) * rows
+
+    tokens, start = (forest.token_end - forest.token_start).tolist(), forest.parent.tolist()
+    left = (queries * group_size).tolist()
+    for node, up in enumerate(forest.parent.tolist()):
+        if up != ROOT:
+            own = left[node]
+            apart = padding(left[up], tokens[up]) + padding(own, tokens[node]) + Fraction("0.1") * own / group_size
+            if apart > padding(left[up] - own, tokens[up]) + padding(own, tokens[node] + tokens[up]):
+                start[node] = start[up]
+                tokens[node] += tokens[up]
+                left[up] -= own
+    return start
+
+
+@settings(max_examples=fraction(5))
+@pytest.mark.property
+@given(seed=st.integers(0, 2**32 - 1), group_size=st.sampled_from([1, 2, 4, 16]))
+def test_fasttree_is_its_definition(seed: int, group_size: int) -> None:
+    """Forests of small trees of two levels of sharing, in which a hundredth often decides."""
+    rng = np.random.default_rng(seed)
+    unused = iter(range(1, 1 << 20))
+    rows: list[list[int]] = []
+
+    def pages(most: int) -> list[int]:
+        return [next(unused) for _ in range(rng.integers(1, most + 1))]
+
+    for _ in range(40):
+        trunk, most = pages(int(rng.choice([2, 40]))), int(rng.choice([2, 40]))
+        for _ in range(rng.integers(1, 4)):
+            branch = trunk + pages(most)
+            rows += [branch + pages(most) for _ in range(rng.integers(1, int(rng.choice([3, 19]))))]
+    batch = make_batch(rows, query_lens=rng.integers(1, int(rng.choice([2, 6])), len(rows)).tolist())
+    forest = forest_of(batch)
+    queries = packing.queries_below(forest, np.diff(batch.query_start_loc))
+    given_queries = queries.copy()
+    found = packing.fasttree(forest, queries, MODEL._replace(group_size=group_size))
+    assert found.tolist() == fasttree_by_definition(forest, queries, group_size)
+    assert np.array_equal(queries, given_queries)
+
+
+@pytest.mark.parametrize(("trunk", "own", "group_size", "start"), [(11, 28, 2, ROOT), (6, 31, 1, 0)])
+def test_fasttree_decides_by_hundredths(trunk: int, own: int, group_size: int, start: int) -> None:
+    """A request of seven queries leaves a trunk that costs 0.04 more apart, and stays where it costs 0.29 less."""
+    batch = make_batch([trunk_of((0, trunk), (100, own)), trunk_of((0, trunk), (200, 9))], query_lens=[7, 1])
+    assert starts("fasttree", batch, MODEL._replace(group_size=group_size))[1] == start
+
+
 def test_a_pack_starts_at_the_first_token_that_one_of_its_rows_sees() -> None:
     lowest = [10, 14, 3]
     assert packs([ROOT, 0, 1, 1, 0], TWO_LEVELS, lowest) == [
@@ -151,7 +207,7 @@ def test_the_cost_model_of_an_attention() -> None:
 
 def test_the_cost_of_a_packing() -> None:
     model = CostModel(kv_bytes=100, partial_bytes=7, item_bytes=1000, queries_per_tile=2, group_size=1)
-    assert read_cost(model, 5, 3) == 2 * (500 + 1000)
+    assert read_cost(model, 5, 3) == read_cost(model, 5, 4) == 2 * (500 + 1000)
     assert (partial_cost(model, 1, 3), partial_cost(model, 2, 3)) == (0, 42)
     # the trunk needs two tiles; all three rows have two pieces
     start = np.array([ROOT, ROOT, 0, 0, 0], np.int32)
@@ -166,9 +222,9 @@ def test_the_cost_of_a_packing_is_that_of_its_packs(seed: int, page_size: int) -
     """Each pack is read once, and each row has a partial for every pack that lists it, under any window."""
     rng = np.random.default_rng(seed)
     paged = random_forest(rng, page_size=page_size, max_requests=20)
-    forest, model, lens = forest_of(as_batch(paged), page_size), random_model(rng), paged.query_lens
-    window = int(rng.choice([1, 20, 300, 1 << 30]))
-    lowest = np.maximum(paged.seq_lens - lens + 1 - window, 0).astype(np.int32)
+    model = random_model(rng)._replace(queries_per_tile=int(rng.choice([1, 4, 64])))
+    forest, lens = forest_of(as_batch(paged), page_size), paged.query_lens
+    lowest = np.minimum(rng.choice([0, 1, 20, 300], len(lens)), paged.seq_lens).astype(np.int32)
     queries = packing.queries_below(forest, lens)
     for start in [policy(forest, queries, model) for policy in HEURISTICS.values()]:
         found = packing.collect_packs(forest, start, lowest)

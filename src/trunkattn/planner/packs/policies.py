@@ -78,7 +78,7 @@ def relay(forest: Forest, queries: NDArray[np.int64], model: CostModel) -> NDArr
 
 def cascade(forest: Forest, queries: NDArray[np.int64], model: CostModel) -> NDArray[np.int32]:
     """Every node is a pack of its own: PAT's naive tree, FlashInfer's cascade."""
-    return forest.parent.copy()
+    return forest.parent
 
 
 @njit
@@ -215,7 +215,7 @@ def packing_cost(forest, start, first_visible, query_lens, model):
     for node in range(num_nodes - 1, -1, -1):  # a node comes after the nodes at which its pack may begin
         above = start[node]
         tokens = ends[node] - max(end_of(forest, above), lowest[node])
-        if queries[node] > 0 and tokens > 0:
+        if tokens > 0:
             cost += read_cost(model, tokens, queries[node])
         queries[above] += queries[node]
         lowest[above] = min(lowest[above], lowest[node])
