@@ -195,7 +195,11 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: PrefixTree.from_sequences([np.ma.array([1, 0], mask=[False, True])]),
     ),
     ("sequences[0] is a Tensor without", lambda: PrefixTree.from_sequences([torch.zeros(2, device="meta").long()])),
-    (f"sequences[0] holds {1 << 63}: expected integers of at most", lambda: PrefixTree.from_sequences([[1 << 63]])),
+    (
+        f"sequences[0] holds {1 << 63}: expected integers of at most {(1 << 63) - 1}",
+        lambda: PrefixTree.from_sequences([np.array([1, 1 << 63], np.uint64)]),
+    ),
+    ("sequences[1] has shape (2, 1): expected one", lambda: PrefixTree.from_sequences([[1], [[2], [3]]])),  # type: ignore
     ("answers is None: expected a list of", lambda: PrefixTree.from_prompt([1], None)),  # type: ignore[arg-type]
     ("parents is an int: expected a list of integers", lambda: PrefixTree.from_segments(3, [1])),  # type: ignore
     ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> … -> 0: expected", lambda: segments(*range(1, 9000), 0)),

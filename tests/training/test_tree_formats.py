@@ -50,6 +50,7 @@ def test_group_ids_say_what_arts_mask_reads_in_them(tree: PrefixTree) -> None:
 def test_paths_of_a_small_tree_are_as_by_hand() -> None:
     found = [tensor.tolist() for tensor in formats.to_paths(DEEP)]
     assert found == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5], [0, 2, 3, 4, 6], [0, 2, 5, 9, 13]]
+    assert [tensor.dtype for tensor in formats.to_paths(DEEP)] == [torch.int64, torch.int32, torch.int32]
 
 
 def test_groups_may_have_padding() -> None:

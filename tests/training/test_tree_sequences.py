@@ -1,5 +1,8 @@
 """Trees made from the tokens of their sequences."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,10 +38,22 @@ def test_what_all_answers_begin_with_belongs_to_the_prompt() -> None:
 
 
 def test_tokens_may_be_numbers_of_64_bits() -> None:
-    sequences = [[1, 5], [2**32 + 1, 5], [1, 6], [-(2**63), 2**63 - 1]]
+    sequences = [[1, 5], [2**32 + 1, 5], [1, 6], [-(2**63), 2**63 - 1], np.array([2**63 - 1], np.uint64)]
     tree = PrefixTree.from_sequences(sequences)
-    assert tree.tokens is not None and tree.tokens.tolist() == [1, 5, 6, 2**32 + 1, 5, -(2**63), 2**63 - 1]
-    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == sequences
+    assert tree.tokens is not None and tree.tokens.tolist() == [1, 5, 6, 2**32 + 1, 5, -(2**63), 2**63 - 1, 2**63 - 1]
+    assert [tree.tokens[own].tolist() for own in tree.sequence_indices()] == [*map(list, sequences)]
+
+
+@pytest.mark.parametrize("rows", [np.array([[1, 2], [1, 3]]), torch.tensor([[1, 2], [1, 3]])], ids=["NumPy", "torch"])
+def test_the_rows_of_an_array_are_sequences(rows: Any) -> None:
+    tree = PrefixTree.from_sequences(rows)
+    assert (tree.parents, tree.lengths, tree.leaves) == ((-1, 0, 0), (1, 1, 1), (1, 2))
+
+
+def test_sequences_of_several_integer_types_share_what_they_begin_with() -> None:
+    tree = PrefixTree.from_sequences([[7, 1], np.array([7, 2], np.uint8), torch.tensor([7, 3], dtype=torch.int16)])
+    assert tree.tokens is not None and tree.tokens.tolist() == [7, 1, 2, 3]
+    assert tree.tokens.dtype == torch.int64
 
 
 @settings(max_examples=fraction(2))

@@ -62,8 +62,8 @@ def token_array(name: str, tokens: Tokens) -> np.ndarray:
 
 
 def check_list(name: str, value: Any, of: str) -> Any:
-    """Returns a list, tuple or array as it is, and a nested tensor as the tuple of its parts. of: what it should hold,
-    for people.
+    """Returns a list, tuple or array as it is, and a tensor as the tuple of its parts. of: what it should hold, for
+    people.
 
     Raises:
         TypeError, ValueError: the value is something else, or an array without a dimension.
@@ -72,7 +72,7 @@ def check_list(name: str, value: Any, of: str) -> Any:
         raise TypeError(f"{name} is {described(value)}: expected a list of {of}")
     if isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0:
         raise ValueError(f"{name} has shape (): expected a list of {of}")
-    return value.unbind() if isinstance(value, torch.Tensor) and value.is_nested else value
+    return value.unbind() if isinstance(value, torch.Tensor) else value
 
 
 def check_equal(
@@ -116,14 +116,14 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
     keys = [sequence.tobytes() for sequence in sequences]  # any order of tokens does
     root = _Node(0, 0, 0)
     path, leaf_of = [root], dict[int, _Node]()
-    last: int | None = None
+    last = -1
     for number in sorted(range(len(sequences)), key=keys.__getitem__):  # equal ones in their order
         size = len(sequences[number])
-        shared = 0 if last is None else _shared(sequences[last], sequences[number])
-        if last is not None and shared == size:
+        shared = 0 if last < 0 else _shared(sequences[last], sequences[number])
+        if shared == size:
             leaf_of[number] = leaf_of[last]
             continue
-        if last is not None and shared == len(sequences[last]):
+        if shared == len(sequences[last]):
             _refuse(name, last, number)
         _leave(path, shared)
         path.append(_Node(number, shared, size))

@@ -37,7 +37,7 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
             raise ValueError(
                 f"kv_index[{first + rest - 1}]={last}: expected 0 to {starts[segment] - 1}, a token before its segment"
             )
-        parents.append(int(np.searchsorted(starts, last, "right")) - 1 if rest else -1)
+        parents.append(int(np.searchsorted(starts, last, "right")) - 1)
     other = "kv_index holds other tokens than the segments above each one: expected their paths in order"
     try:
         tree = PrefixTree.from_segments(parents, lengths.tolist())
