@@ -109,6 +109,7 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"v": V.clone().requires_grad_()}, ValueError, r"v requires grad: .*use torch\.no_grad"),
         ({"k_cache": K_CACHE.clone().requires_grad_()}, ValueError, "k_cache requires grad: expected no gradient"),
         ({"k": K.to_sparse()}, ValueError, r"k has layout torch\.sparse_coo: expected a dense tensor"),
+        ({"v": torch._neg_view(V)}, ValueError, "v is a view that torch negates when it reads it: .*resolve_neg"),
         ({"v": V.to(torch.complex64)}, TypeError, r"v has dtype torch\.complex64: expected real numbers"),
         ({"k_cache": K_CACHE.int()}, TypeError, r"k_cache has dtype torch\.int32: expected one of torch\.float32"),
         ({"v_cache": V_CACHE.double()}, TypeError, r"v_cache has dtype torch\.float64"),
@@ -124,6 +125,7 @@ SLOTS = torch.tensor([0, -1, 23])
         ({"v": K, "v_cache": K_CACHE}, ValueError, "v_cache lies in the memory of k_cache"),
         ({"v": K, "v_cache": MORE[1:], "k_cache": MORE[:-1]}, ValueError, "v_cache lies in the memory of k_cache"),
         ({"v_cache": V_CACHE.mT.contiguous().mT}, ValueError, r"v_cache has .*strides .*: expected .*last contiguous"),
+        ({"k": K[..., :2], "k_cache": MORE[:-1, ..., ::4]}, ValueError, r"k_cache has .*strides .*last contiguous"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(
@@ -163,6 +165,13 @@ def test_a_latent_cache_gets_latent_and_rope_columns(dtype: torch.dtype) -> None
     assert torch.equal(storage_bytes(wide), storage_bytes(expected))
 
 
+def test_a_head_of_one_element_may_have_any_stride() -> None:
+    k_cache = torch.ones(NUM_PAGES, PAGE_SIZE, NUM_HEADS, 3)[..., ::3]
+    write_kv(K[..., :1], V, k_cache, torch.ones_like(V_CACHE), SLOTS)
+    assert torch.equal(k_cache[0, 0], K[0, :, :1]) and torch.equal(k_cache[5, 3], K[2, :, :1])
+    assert (k_cache == 1).sum() == k_cache.numel() - 2 * NUM_HEADS
+
+
 def test_no_heads_are_nothing_to_write() -> None:
     write_kv(K[:, :0], V[:, :0], K_CACHE[:, :, :0], V_CACHE[:, :, :0], SLOTS)
 
@@ -192,6 +201,7 @@ LATENT_ARGUMENTS = {
         ({"cache": torch.ones(6, 13, 4).mT}, ValueError, "cache has .*strides .*: expected .*last contiguous"),
         ({"rope": torch.zeros(3, 5, device="meta")}, ValueError, "rope is on meta: expected cpu, like latent"),
         ({"slot_mapping": SLOTS.int()}, TypeError, r"slot_mapping has dtype torch\.int32"),
+        ({"slot_mapping": [0, -1, 23]}, TypeError, "slot_mapping is a list: expected a torch.Tensor"),
         ({"slot_mapping": SLOTS + 1}, ValueError, r"slot_mapping\[2\]=24: expected a slot from 0 to 23"),
     ],
 )
