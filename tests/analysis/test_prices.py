@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.host.analysis_predictions import cases, summary
 from benchmarks.page.common import load
+from benchmarks.workloads import random_forest
 from tests.analysis.replays import PRICES
+from tests.attention.cases import fraction
 from trunkattn.analysis.pricing.memory import cache_pages
 from trunkattn.analysis.pricing.model_configs import CONFIGS
 from trunkattn.analysis.pricing.model_shape import model_shape, shape_of
 from trunkattn.analysis.pricing.prices import DecodeBatch, Prices, seen_tokens
-from trunkattn.analysis.settings import Settings
+from trunkattn.analysis.settings import MOST_PAGES, Settings
 from trunkattn.gpu.cards import card_named
+from trunkattn.planner.work_list import UNLIMITED
 
 LLAMA = dict(CONFIGS["llama-3-8b"])
 
@@ -284,9 +289,12 @@ def test_pages_fill_what_the_weights_leave_of_the_card() -> None:
         settings = Settings(**options)
         return cache_pages(settings, model_shape(settings.model), PRICES.card)
 
-    assert 20_000 < pages() < 30_000
-    assert pages(tensor_parallel=2) > 2 * pages()
-    assert pages(num_pages=7) == 7 and pages(kv_cache_bytes=1 << 30) == 512
+    page, memory = 16 * PRICES.token_bytes, PRICES.card.model.engine.memory_bytes
+    for cards in (1, 2):  # an engine takes nine tenths of the memory, and 2 GB of it are for activations
+        free = 0.9 * memory * cards - PRICES.shape.total_bytes() - 2e9
+        assert 0 <= free - pages(tensor_parallel=cards) * page < page
+    assert pages(num_pages=7) == 7 and pages(kv_cache_bytes=page) == 1 and pages(kv_cache_bytes=512 * page) == 512
+    assert pages(model="llama-3-70b", kv_cache_bytes=MOST_PAGES * page * 80 // 32) == MOST_PAGES
     for options, message in (
         ({"model": "llama-3-70b"}, "llama-3-70b has 141 GB of weights, .* expected more cards, with --tp"),
         ({"kv_cache_bytes": 1}, "kv_cache_bytes=1: expected at least the 2097152 bytes of a page of 16 tokens"),
@@ -303,6 +311,15 @@ def test_cards_divide_the_heads(cards: int) -> None:
         Prices(PRICES.shape, PRICES.card, tensor_parallel=cards)
 
 
+def test_cards_that_share_a_kv_head_keep_a_copy_each() -> None:
+    """28 query heads and 4 KV heads: 7 cards have 4 query heads each, of which some would need two KV heads."""
+    shape = model_shape("qwen2.5-7b")
+    with pytest.raises(ValueError, match="tp=7: expected a number of cards that divides the 28 query heads and"):
+        Prices(shape, PRICES.card, tensor_parallel=7)
+    bytes_of = [Prices(PRICES.shape, PRICES.card, tensor_parallel=cards).layer_token_bytes for cards in (1, 8, 16, 32)]
+    assert bytes_of == [4096, 4096, 2 * 4096, 4 * 4096]
+
+
 def test_an_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_dtype='int4': expected one of auto, float8_e4m3fn, float8_e5m2"):
         Prices(PRICES.shape, PRICES.card, kv_cache_dtype="int4")
@@ -314,6 +331,20 @@ def test_tokens_that_some_sequence_sees_are_counted_once() -> None:
     assert seen_tokens(batch) == 32 + 18 + 8 + 10
     assert seen_tokens(batch, 20) == (32 - 20) + 18 + 8 + 10
     assert seen_tokens(DecodeBatch.of(table[:0], np.zeros(0, np.int32), 16)) == 0
+
+
+@settings(max_examples=fraction(3))
+@pytest.mark.property
+@given(seed=st.integers(0, 2**32 - 1), page_size=st.integers(1, 32), window=st.sampled_from([1, 3, 20, 300, UNLIMITED]))
+def test_a_token_counts_if_any_window_holds_it(seed: int, page_size: int, window: int) -> None:
+    paged = random_forest(np.random.default_rng(seed), page_size=page_size, max_own_tokens=60)
+    batch = DecodeBatch.of(paged.block_table, paged.seq_lens, page_size)
+    forest, seen = batch.forest, set[tuple[int, int]]()
+    for node, (first, last) in enumerate(zip(forest.row_start, forest.row_end, strict=True)):
+        for end in batch.seq_lens[forest.order[first:last]]:
+            begin = max(end - window, forest.token_start[node])
+            seen |= {(node, token) for token in range(begin, forest.token_end[node])}
+    assert seen_tokens(batch, window) == len(seen)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "gemma-3-12b", "gpt-oss-20b"])
