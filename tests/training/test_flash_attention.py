@@ -357,6 +357,9 @@ def test_a_soft_cap_that_a_gpu_would_round_logits_by_is_refused(monkeypatch: pyt
             ValueError, match=r"logits_soft_cap=2000: expected at most 1024 on a GPU, or None for no cap"
         ):
             flash_attention(q, q, q, logits_soft_cap=2000)
+        for soft_cap in (None, 1024):  # what is checked after it is refused
+            with pytest.raises(ValueError, match="sliding_window=0"):
+                flash_attention(q, q, q, logits_soft_cap=soft_cap, sliding_window=0)
     assert flash_attention(Q, K, K, logits_soft_cap=2000).shape == Q.shape
 
 

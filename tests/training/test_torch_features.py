@@ -150,6 +150,7 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tree is given and q is nested: expected one of them", {"tree": SMALL}),
     ("cu_seqlens_q is given and q is nested", {"cu_seqlens_q": SUMS, "cu_seqlens_k": SUMS}),
     ("k is not nested, as q is: expected a nested tensor", {"k": PLAIN}),
+    ("v is not nested, as q is: expected a nested tensor", {"v": [PLAIN]}),
     ("q has layout torch.strided: expected a nested tensor of layout torch.jagged", {"q": torch.nested.nested_tensor(
         [torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)])}),
     ("v has shape", {"v": JAGGED.transpose(1, 2)}),
