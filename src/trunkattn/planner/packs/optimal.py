@@ -51,7 +51,7 @@ def optimal(forest, queries, model):
         max_depth = max(max_depth, depths[node])
     below = np.zeros(offset[num_nodes] * 2, np.int64)  # [node, mask over the node and its ancestors]: its children
     choice = np.empty(offset[num_nodes], np.int8)  # [node, mask over its ancestors]: packs before the node's own
-    path_end = np.empty(max_depth + 1, np.int64)
+    path_end = np.empty(max_depth, np.int64)  # of the nodes above one
     for node in range(num_nodes - 1, -1, -1):
         depth = depths[node]
         up = parent[node]
