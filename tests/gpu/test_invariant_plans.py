@@ -97,7 +97,7 @@ def test_the_device_gives_the_bits_of_the_host(seed: int, group: int, page_size:
         planned.fill(batch)
         planned.assert_holds(host, batch)
     assert planned.errors == [] and planned.plan.summary is not None
-    assert int(planned.plan.summary[1]) == int((host.segments[:, 1] >> 16).sum())
+    assert int(planned.plan.summary[1]) == int(host.segment_tokens.sum())
 
 
 def pieces(tiles: TileList, query: int, rule: TilingRule) -> list[tuple[int, list[list[int]]]]:
@@ -159,7 +159,7 @@ def test_whole_spans_are_read_once() -> None:
     tree = tree_batch(TreeLevels((1, 8), (2 * SPAN_TOKENS + 16, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(9, dtype=np.int32), UNLIMITED)
     tiles = host_list(rule, batch)
-    assert int((tiles.segments[:, 1] >> 16).sum()) == 2 * SPAN_TOKENS + 8 * 56
+    assert int(tiles.segment_tokens.sum()) == 2 * SPAN_TOKENS + 8 * 56
     assert len(tiles.items) == 2 + 8 and tiles.num_slots == 8 * 3
 
 
@@ -200,7 +200,7 @@ def test_blocks_that_a_window_hides_are_left_out() -> None:
     per_span, block = SPAN_TOKENS // rule.segment_size, 64 // rule.segment_size
     # From token 376 on, and from 584, in blocks of 64 tokens
     assert (tiles.items[:, SEGMENT_START] % per_span).tolist() == [5 * block, 1 * block]
-    assert [int(sum(packed >> 16 for packed in tiles.segments[begin:end, 1])) for begin, _, end, *_ in tiles.items] == [
+    assert [int(tiles.segment_tokens[begin:end].sum()) for begin, _, end, *_ in tiles.items] == [
         SPAN_TOKENS - 8 - 368,
         200 - 64,
     ]
@@ -221,7 +221,7 @@ def test_a_full_plan_of_more_query_tokens_than_a_cta_handles_at_once(monkeypatch
     planned.fill(batch)
     assert planned.errors == [] and planned.plan.summary is not None
     planned.assert_holds(host, batch)
-    read = int((host.segments[:, 1] >> 16).sum())
+    read = int(host.segment_tokens.sum())
     assert planned.plan.summary.tolist() == [0, read, int(batch.seq_lens.sum())]
 
 

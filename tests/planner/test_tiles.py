@@ -326,7 +326,7 @@ def test_one_tile_reads_each_token_of_the_tree_once() -> None:
     tile_list, rule = tree_tiles("64x64", num_sms=1, nested=False)
     assert rule.segment_size == 16
     assert tile_list.items.tolist() == [[0, 4, 4 + 2 * 2 + 12 * 2, 0, 12]]
-    assert (tile_list.segments[:, 1] >> 16).sum() == 64 + 2 * 32 + 12 * 20
+    assert tile_list.segment_tokens.sum() == 64 + 2 * 32 + 12 * 20
     assert tile_list.num_slots == 0
 
 
@@ -334,9 +334,9 @@ def test_a_nested_tile_reads_a_branch_once_for_each_subtile() -> None:
     """Subtiles of 4 queries read 10, 12, 10 and 0 private segments, two at a time: each branch concerns two of them."""
     tile_list, _ = tree_tiles("64x64", num_sms=1)
     assert tile_list.items.tolist() == [[0, 4, 4 + 6 * 4 * 2, 0, 12]]
-    private = (tile_list.segments[4:, 1] >> 16).reshape(6, 4, 2)
+    private = tile_list.segment_tokens[4:].reshape(6, 4, 2)
     assert np.count_nonzero(private, axis=(0, 2)).tolist() == [10, 12, 10, 0]
-    assert (tile_list.segments[:, 1] >> 16).sum() == 64 + 2 * 2 * 32 + 12 * 20
+    assert tile_list.segment_tokens.sum() == 64 + 2 * 2 * 32 + 12 * 20
     assert tile_list.num_slots == 0
 
 

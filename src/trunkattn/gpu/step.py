@@ -162,7 +162,7 @@ def tile_stats(tile_list: TileList, batch: StepTables, rule: TilingRule, describ
     unshared = int(tokens_per_query(batch.seq_lens, batch.query_start_loc, batch.window, tallest))
     policy, reason = described
     return PlanStats(
-        kv_tokens_read=int((tile_list.segments[:, 1] >> 16).sum()),
+        kv_tokens_read=int(tile_list.segment_tokens.sum()),
         kv_tokens_per_query=unshared,
         num_packs=len(tile_list.items),
         num_work_items=len(tile_list.items),

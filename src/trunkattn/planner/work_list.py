@@ -107,6 +107,11 @@ class TileList:
     num_slots: int
     merges_taller: bool
 
+    @property
+    def segment_tokens(self) -> NDArray[np.int64]:
+        """[num_segments] the tokens of each segment."""
+        return self.segments[:, SEGMENT_QUERIES].astype(np.int64) >> 16
+
 
 @dataclass(frozen=True)
 class ChunkList:

@@ -14,7 +14,6 @@ from trunkattn.planner.work_list import (
     QUERY_START,
     SEGMENT_END,
     SEGMENT_PLACE,
-    SEGMENT_QUERIES,
     SEGMENT_SHARED_END,
     SEGMENT_START,
     TileList,
@@ -70,9 +69,9 @@ def _segments(items: NDArray[np.int64], subtiles: int) -> list[tuple[int, int]]:
 
 def _tokens(tiles: TileList, items: NDArray[np.int64], l2_tokens: int) -> tuple[int, int]:
     """Tokens that the items read, and tokens that they read from memory, not from the L2 cache."""
-    segments = tiles.segments[_within(items[:, SEGMENT_START], items[:, SEGMENT_END])]
-    tokens = segments[:, SEGMENT_QUERIES].astype(np.int64) >> 16
-    _, first, times = np.unique(segments[tokens > 0, SEGMENT_PLACE], return_index=True, return_counts=True)
+    own = _within(items[:, SEGMENT_START], items[:, SEGMENT_END])
+    tokens, places = tiles.segment_tokens[own], tiles.segments[own, SEGMENT_PLACE]
+    _, first, times = np.unique(places[tokens > 0], return_index=True, return_counts=True)
     unique = tokens[tokens > 0][first]
     read, once, common = int(tokens.sum()), int(unique.sum()), int(unique[times > 1].sum())
     return read, int(memory_tokens(once, common, read - once, l2_tokens))
