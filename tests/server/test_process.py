@@ -224,6 +224,38 @@ def test_an_open_page_delays_no_end_and_what_takes_too_long_is_cut_off_and_told(
     assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_answers_at_once_and_tells_them(
+    save_tiny_model: Callable[..., None], tmp_path: Path, number: signal.Signals
+) -> None:
+    save_tiny_model(tmp_path, num_positions=100_000)
+    with serving(tmp_path, "--shutdown-seconds", 3600) as (process, url, logged):
+        answers: list[httpx.Response] = []
+        body: dict[str, Any] = LONG | {"max_tokens": 90_000, "stream": False}
+        asking = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE))
+        )
+
+        def stop() -> None:
+            asking.start()
+            wait_for(lambda: "trunkattn_running_sequences 2.0" in httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
+            process.send_signal(number)
+            with suppress(httpx.TransportError):
+                wait_for(lambda: httpx.get(f"{url}/health", timeout=PATIENCE).status_code != 200)
+            process.send_signal(number)
+
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stop()
+            last = [line for line in lines if line][-1]
+        asking.join(PATIENCE)
+        process.wait(PATIENCE)
+        assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert answers[0].status_code == 503 and "shutting down" in answers[0].json()["error"]["message"]
+        assert "Traceback" not in logged.result(PATIENCE)
+
+
 def test_a_live_page_alone_ends_at_once(folder: Path) -> None:
     with (
         serving(folder, "--shutdown-seconds", 3600) as (process, url, _),

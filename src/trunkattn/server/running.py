@@ -9,6 +9,7 @@ import re
 import resource
 import socket
 import sys
+from types import FrameType
 from typing import Any, Final
 
 import h11
@@ -151,12 +152,14 @@ class AppServer(uvicorn.Server):
 
     Args:
         app: the application.
-        shutdown_seconds: after a signal, how long running answers may take. Then they end with 503.
+        shutdown_seconds: after a signal, how long running answers may take. Then, or after a second signal, they end
+            with 503.
         config: further options of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, shutdown_seconds: float, **config: Any) -> None:
         self._app, self._shutdown_seconds = app, shutdown_seconds
+        self._hurried = asyncio.Event()
         config["timeout_keep_alive"] = LIMITS.idle_seconds
         config["timeout_graceful_shutdown"] = round(shutdown_seconds) + _LAST_SECONDS
         http = _limited_protocol()
@@ -169,6 +172,13 @@ class AppServer(uvicorn.Server):
             with shared.dup() as listener:
                 listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the end. A second signal waits for no answer: uvicorn would break their connections without a word."""
+        if self.should_exit:
+            self._hurried.set()  # the event loop sees it when it next looks whether connections are left
+        else:
+            super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers end, then ends them, then the connections."""
         self._app.state.live.close()
@@ -179,7 +189,8 @@ class AppServer(uvicorn.Server):
             ending.cancel()
 
     async def _end_answers(self) -> None:
-        await asyncio.sleep(self._shutdown_seconds)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._hurried.wait(), self._shutdown_seconds)
         self._app.state.ending.set()
         await asyncio.to_thread(self._app.state.service.loop.stop)
 
