@@ -18,6 +18,7 @@ OTHER = '{"name": "time", "arguments": {}}'
         ("hermes", f"Let me see. <tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["weather"]),
         ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>", "", ["weather", "time"]),
         ("hermes", f"<tool_call>{CALL}", "", ["weather"]),
+        ("hermes", f"Yes. <tool_call>{CALL}\n</tool_", "Yes.", ["weather"]),  # cut off
         ("hermes", "No call <tool_call>nonsense</tool_call>", "No call <tool_call>nonsense</tool_call>", []),
         ("hermes", "plain", "plain", []),
         ("llama3_json", CALL.replace("arguments", "parameters"), "", ["weather"]),

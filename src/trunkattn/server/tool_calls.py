@@ -187,7 +187,8 @@ class Marked:
                 content += text[at:begin]
                 calls += found
                 closed = _skip(_SPACE, text, end)
-                end = closed + len(self.end) if self.end and text.startswith(self.end, closed) else end
+                mark = text[closed : closed + len(self.end)]  # or its beginning, where the answer is cut off
+                end = closed + len(mark) if self.end and self.end.startswith(mark) else end
             at = end
         content += text[at:]
         return ParsedAnswer(content.rstrip() if calls else text, tuple(calls))
