@@ -250,9 +250,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"execution": "streams"}, "device='cpu' cannot run this model's attention: device cpu: execution='streams'"),
     ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5: expected None on a CPU"),
     ({"max_model_len": 513}, "max_model_len=513: expected at most the model's limit, 512 tokens"),
-    ({"max_model_len": 100, "num_pages": 3}, "holds 48 tokens: expected at least 100"),
+    (
+        {"max_model_len": 100, "num_pages": 3},
+        "holds 48 tokens: expected at least 100 for one sequence; raise num_pages (a",
+    ),
     ({"num_pages": 10**12}, "num_pages=1000000000000: expected at most the memory of cpu"),
-    ({"kv_cache_bytes": 10}, "holds 0 tokens: expected at least 2"),
+    ({"kv_cache_bytes": 10}, "holds 0 tokens: expected at least 2 for one sequence; raise kv_cache_bytes (a"),
 ]
 
 

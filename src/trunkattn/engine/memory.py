@@ -37,10 +37,12 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
         _check_free(info, "num_pages", num_pages, num_pages * page_bytes)
     capacity = num_pages * config.page_size
     if capacity < (config.max_model_len or 2):
+        raised = "kv_cache_bytes" if config.num_pages is None else "num_pages"
+        lowered = "" if config.max_model_len is None else " or lower max_model_len"
         raise ValueError(
             f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
-            f"{config.max_model_len or 2} for one sequence; raise num_pages or kv_cache_bytes (a page of "
-            f"{config.page_size} tokens takes {page_bytes} bytes) or lower max_model_len"
+            f"{config.max_model_len or 2} for one sequence; raise {raised} (a page of {config.page_size} tokens takes "
+            f"{page_bytes} bytes){lowered}"
         )
     return num_pages, min(limit, capacity)
 

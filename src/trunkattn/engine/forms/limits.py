@@ -116,7 +116,7 @@ def check_size(schema: Any, limits: FormLimits) -> None:
     if isinstance(schema, str):
         _at_most("json", len(schema), limits.max_text, "characters of JSON")
     else:
-        _at_most("json", _count_values(schema, limits.max_values), limits.max_values, "values")
+        _at_most("json", _count_values(schema, limits.max_values), limits.max_values, "values or more")
         _at_most("json", sum(map(_num_digits, _values(schema))), limits.max_characters, "digits")
 
 
@@ -137,7 +137,7 @@ def _count_values(value: Any, most: int) -> int:
 
 def _check_schema(schema: Any, limits: FormLimits) -> None:
     check_size(schema, limits)
-    _at_most("json", depth_of(schema, limits.max_depth), limits.max_depth, "levels of nesting")
+    _at_most("json", depth_of(schema, limits.max_depth), limits.max_depth, "levels of nesting or more")
     properties = enums = 0
     for part in _mappings(schema):
         properties += len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
