@@ -52,7 +52,7 @@ def test_a_reserved_plan_holds_the_largest_lists_within_its_limits() -> None:
 
 
 def test_chunks_are_launched_first() -> None:
-    """The merge reads their partial states, too."""
+    """The merge reads their partial results, too."""
     plan = reserved(LIMITS, GEOMETRY, TILES, CARD, (ROOM, prefill_tile(2, 128), False))
     own = Arrays(kernels_with(TILES, GEOMETRY, prefill_tile(2, 128)), CARD, CPU).place(largest(), GEOMETRY)
     for launches in (plan.launches, own.launches):

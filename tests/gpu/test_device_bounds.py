@@ -173,7 +173,7 @@ def test_the_same_candidates_fit_as_on_the_host(rule: TilingRule, name: str, til
 
 @pytest.mark.parametrize("limit", [{"slots": 3}, {"items": 4}])
 def test_a_tiling_that_might_not_fit_is_passed_over(limit: dict[str, int]) -> None:
-    """One long request is cut into many items, unless the plan holds few of them or of their partial states."""
+    """One long request is cut into many items, unless the plan holds few of them or of their partial results."""
     rule, batch = make_rule(4, 16, 16), make_batch([[*range(500)]], [8000])
     free, bound = (prepare(rule, capacity_for(batch), limits=replace(ROOMY, **more)) for more in ({}, limit))
     for planned in (free, bound):

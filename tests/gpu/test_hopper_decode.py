@@ -290,7 +290,7 @@ def test_launches_side_by_side_share_the_tasks(kernels: dict[str, Recorder], tri
 
 
 def test_what_merges_goes_to_the_other(kernels: dict[str, Recorder]) -> None:
-    """No tiling makes such items; were there any, their partial states must not be lost."""
+    """No tiling makes such items; were there any, their partial results must not be lost."""
     listed = replace(make_list(), counts=np.array([0, 1, 1, 1, 1, 2, 4], np.int32))
     plan = plan_with((listed, np.full(3, 15, np.int32)), GEOMETRY, TILES, CARD)
     execute(plan, make_tensors(), False)

@@ -230,7 +230,7 @@ def test_limits_are_flagged() -> None:
     tree = tree_batch(TreeLevels((1, 4), (SPAN_TOKENS, 40)), 16)
     batch = StepTables(tree.block_table, tree.seq_lens, np.arange(5, dtype=np.int32), UNLIMITED)
     roomy = invariant_limits(6, 2 * SPAN_TOKENS, rule.segment_size)
-    messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial states"}
+    messages = {"items": "items", "segments": "segments", "queries": "queries", "slots": "partial results"}
     for name in (*messages, "merged"):
         limits = replace(roomy, **{name: 3})
         planned = prepare(rule, Capacity(5, 6, 40, 1 << 20), limits=limits)

@@ -205,7 +205,7 @@ def test_items_are_cut_between_blocks_that_are_computed_together() -> None:
 
 
 def test_pairs_of_tiles_keep_all_partial_slots() -> None:
-    """A query whose path is in both tiles has two partial states even where nothing is cut."""
+    """A query whose path is in both tiles has two partial results even where nothing is cut."""
     rule, capacity = make_rule(4, 16, 132), Capacity(256, 8192, 64, 4096)
     assert tiling_limits(rule, capacity) == tile_limits(rule, capacity)
     pair = next(each for each in candidates(rule) if each.tall is not None and not each.waves)

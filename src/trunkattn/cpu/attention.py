@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Addresses of float32 arrays: final rows and their lse, and the partial states that are merged."""
+    """Addresses of float32 arrays: final rows and their lse, and the partial results that are merged."""
 
     out: int
     lse: int

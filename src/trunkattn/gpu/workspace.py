@@ -1,4 +1,4 @@
-"""Memory that the launches of all plans of a back end share: partial states and scales."""
+"""Memory that the launches of all plans of a back end share: partial results and scales."""
 
 import math
 from typing import Final
@@ -39,7 +39,7 @@ class Workspace:
         return partial, torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def grow(self, num_slots: int) -> None:
-        """Makes room for `num_slots` partial states. Earlier contents are lost.
+        """Makes room for `num_slots` partial results. Earlier contents are lost.
 
         Raises:
             ValueError: there is no memory for them; what was there is kept.

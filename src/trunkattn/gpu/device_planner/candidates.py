@@ -33,7 +33,7 @@ class Candidates:
         costs: the costs of the rule.
         page_size: tokens.
         segment_size: tokens.
-        fuse_up_to: partial states that an item may merge.
+        fuse_up_to: partial results that an item may merge.
     """
 
     stages: NDArray[np.int64]

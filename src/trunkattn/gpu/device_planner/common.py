@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     items: Any
     segments: Any
     queries: Any
-    merged: Any  # query tokens whose partial states no item merges
+    merged: Any  # query tokens whose partial results no item merges
     slots: Any
 
 

@@ -40,7 +40,7 @@ class ChoiceArrays(NamedTuple):
 
     launches: [candidates, 2, fields of CandidateLaunch].
     allowed: [candidates] whether a candidate may be chosen.
-    times: [candidates, 2] int64, predicted ns; NEVER where a launch might have more items, segments or partial states
+    times: [candidates, 2] int64, predicted ns; NEVER where a launch might have more items, segments or partial results
         than its share of the limits.
     num_items, target: [candidates, 2] number of items, and segments that an item should have (`target_of`).
     item_starts: [candidates, 2, tokens] items before each tile.

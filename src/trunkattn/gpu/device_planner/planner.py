@@ -33,7 +33,7 @@ ERRORS: Final = MappingProxyType(
         common.MANY_ITEMS.value: "more items than the plan holds",
         common.MANY_SEGMENTS.value: "more segments than the plan holds",
         common.MANY_QUERIES.value: "more queries than the plan holds",
-        common.MANY_SLOTS.value: "more partial states than the plan holds",
+        common.MANY_SLOTS.value: "more partial results than the plan holds",
     }
 )
 # A row's link is one int64: see `prefix_forest`

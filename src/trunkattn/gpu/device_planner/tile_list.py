@@ -152,7 +152,7 @@ def _slots_before(token, num_tokens, partials, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_queries(item, number, at, count, num_tokens, entries, items, partials, plan, limits, SIZES: tl.constexpr):
-    """Lists an item's queries from `at` on, and where each of them leaves its partial state or its output."""
+    """Lists an item's queries from `at` on, and where each of them leaves its partial result or its output."""
     ENTRIES: tl.constexpr = SIZES.nodes // 2  # of a tile
     i = tl.arange(0, ENTRIES)
     used = i < count

@@ -122,7 +122,7 @@ def refuses(config: AttentionConfig, card: Card) -> list[str]:
 
 
 def refuses_merge(config: AttentionConfig, card: Card) -> list[str]:
-    """Returns why the merge does not take partial states of an attention. It takes those of every kernel."""
+    """Returns why the merge does not take partial results of an attention. It takes those of every kernel."""
     return []
 
 

@@ -55,7 +55,7 @@ class Costs(NamedTuple):
 
     tiles: Int64Array  # [tiles of the rule, fields of TileTimes]
     token_bytes: int  # keys and values of all heads
-    partial_bytes: int  # one partial state of all heads, written and read
+    partial_bytes: int  # one partial result of all heads, written and read
     segment_size: int
     l2_tokens: int  # tokens that the L2 cache holds
     l2_percent: int  # time of a read from the L2 cache, in percent of the same read from memory
@@ -126,11 +126,11 @@ def listed_segments(num_segments, num_items, stage):
 @njit
 def load_ns(load, tile, costs, is_flat, is_last):
     """Predicted time of a launch in ns: the time of its SMs, of its longest item or of its memory traffic, whichever is
-    the most. The costs of the launch itself and of the partial states are added.
+    the most. The costs of the launch itself and of the partial results are added.
 
     A round is one item for each slot. The items of a last round that is not full are too few to keep memory busy, so
     that round takes as long as a single item. The same holds for a single round that is not full. is_flat: the tile
-    has no subtiles; is_last: no later launch of the candidate reads the partial states, so a merge launch does.
+    has no subtiles; is_last: no later launch of the candidate reads the partial results, so a merge launch does.
     """
     items, slots = load.num_items, tile.num_slots
     tokens = max(load.tokens, 1)
