@@ -379,6 +379,8 @@ def test_more_tokens_than_a_gpu_counts_are_refused(monkeypatch: pytest.MonkeyPat
     [
         ((1, 3, 2**17, 64), 2**17, "q has 131072 heads of 64: expected fewer than 8388608 numbers of a token on a GPU"),
         ((1, 2**28, 16, 8), 1, "q has 268435456 tokens: expected at most 134217728 on a GPU, as 16 heads of q share"),
+        ((1, 2**28, 18, 8), 2, "q has 268435456 tokens: expected at most 238609294 on a GPU, as 9 heads of q share"),
+        ((1, 3, 2, 257), 1, "q has head_dim 257: expected 1 to 256 on a GPU, from 1 on a CPU"),
     ],
 )
 def test_offsets_that_a_gpu_does_not_count_are_refused(
@@ -423,6 +425,21 @@ def test_what_nobody_sees_may_be_nan(
         gradients = torch.autograd.grad(found[0], leaves, dout if packed else dout[None])
         results.append((*found, *gradients))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 300), (300, 1)])
+def test_a_cpu_takes_any_head_dim(head_dim: int, head_dim_v: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 5, 2, width, dtype=torch.float64) for width in (head_dim, head_dim, head_dim_v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+    torch.testing.assert_close(flash_attention(q, k, v), expected.transpose(1, 2))
+
+
+def test_all_tensors_are_on_the_device_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeTensorMode(), pytest.raises(ValueError, match="k is on cpu: expected cuda:0, like q"):
+        q = torch.empty(2, 5, 4, 8, device="cuda")
+        flash_attention(q, q.cpu(), q)
 
 
 def test_what_the_bad_inputs_change_is_good() -> None:

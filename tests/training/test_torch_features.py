@@ -145,6 +145,7 @@ def test_nested_tensors_compile_whole() -> None:
 
 JAGGED = torch.nested.nested_tensor([torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)], layout=torch.jagged)
 ONE_HEAD = torch.nested.nested_tensor([torch.zeros(3, 1, 8), torch.zeros(1, 1, 8)], layout=torch.jagged)
+THREE_DIMENSIONS = torch.nested.nested_tensor([torch.zeros(3, 8)], layout=torch.jagged)
 PLAIN = torch.zeros(2, 3, 2, 8)
 BAD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tree is given and q is nested: expected one of them", {"tree": SMALL}),
@@ -155,6 +156,9 @@ BAD: tuple[tuple[str, dict[str, Any]], ...] = (
         [torch.zeros(3, 2, 8), torch.zeros(1, 2, 8)])}),
     ("v has shape", {"v": JAGGED.transpose(1, 2)}),
     ("v has shape", {"v": ONE_HEAD.transpose(1, 2)}),  # its values are contiguous
+    ("expected (batch, tokens of each, heads, head_dim), contiguous", {"v": JAGGED.transpose(2, 3)}),
+    ("expected (batch, tokens of each, heads, head_dim), contiguous", {"q": THREE_DIMENSIONS}),
+    ("v has sequences of shape", {"v": torch.nested.nested_tensor(list(JAGGED), layout=torch.jagged)}),
 )  # fmt: skip
 
 
