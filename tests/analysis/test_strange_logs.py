@@ -194,6 +194,13 @@ def test_a_time_that_python_has_no_name_for_is_not_a_damaged_file(tmp_path: Path
         read_log(tmp_path / "log.parquet")
 
 
+@pytest.mark.parametrize("inner", [gzip.compress(b'{"prompt": "a"}'), b"PAR1", b"\x28\xb5\x2f\xfd"])
+def test_a_log_that_is_compressed_twice_is_to_be_unpacked(tmp_path: Path, inner: bytes) -> None:
+    (tmp_path / "log.gz").write_bytes(gzip.compress(inner))
+    with pytest.raises(ValueError, match=r"log.gz: what is compressed in it is compressed or a Parquet file; unpack"):
+        read_log(tmp_path / "log.gz")
+
+
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")

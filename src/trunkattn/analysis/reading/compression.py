@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 COMPRESSED: Final = frozenset({".gz", ".zst", ".zstd"})
 READ_BYTES: Final = 1 << 20
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _SKIPPED: Final = b"\x50\x2a\x4d\x18"  # a frame of Zstandard that holds no data, with any half byte for the first 0
 
 Read = Callable[[int], None]
@@ -39,10 +39,10 @@ def opened(file: Path, read: Read) -> Iterator[BinaryIO]:
         stored.seek(0)
         counted: Any = io.BufferedReader(_Counted(stored, read), READ_BYTES)
         try:
-            if start[:2] == _GZIP:
+            if start[:2] == GZIP:
                 with gzip.open(counted) as stream:
                     yield stream  # type: ignore[misc]  # GzipFile has what is used of BinaryIO
-            elif start == _ZSTD or (start[1:] == _SKIPPED[1:] and start[0] & 0xF0 == _SKIPPED[0]):
+            elif start == ZSTD or (start[1:] == _SKIPPED[1:] and start[0] & 0xF0 == _SKIPPED[0]):
                 with _zstd(file, counted) as stream:
                     yield stream
             else:

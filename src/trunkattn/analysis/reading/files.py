@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from trunkattn.analysis.formats.base import Line, decoded
-from trunkattn.analysis.reading.compression import COMPRESSED, READ_BYTES, Read, opened, plain
+from trunkattn.analysis.reading.compression import COMPRESSED, GZIP, READ_BYTES, ZSTD, Read, opened, plain
 from trunkattn.analysis.reading.parquet import rows_of
 from trunkattn.analysis.records import SkippedLine
 
@@ -158,6 +158,8 @@ def _of_file(file: Path, read: Read) -> Contents:
         return Contents("row", _rows(file, read))
     with opened(file, lambda count: None) as stream:
         head = stream.read(READ_BYTES).removeprefix(_MARK).lstrip()
+    if head.startswith((_PARQUET, GZIP, ZSTD)):
+        raise ValueError(f"{file}: what is compressed in it is compressed or a Parquet file; unpack it first")
     if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
     if _begins_table(head, ".csv" in file.name.lower()):
