@@ -112,7 +112,8 @@ class LLM:
         )
 
     def warm_up(self) -> None:
-        """Compiles the planner and every kernel and captures every CUDA graph, so that no later step has to.
+        """Compiles the planner and every kernel, captures every CUDA graph and reads the vocabulary for structured
+        outputs, so that no later request has to.
 
         Without graphs it compiles only the planner and, on a CPU, the sampler. Call it while no request is unfinished.
         """
@@ -120,6 +121,7 @@ class LLM:
             self._runner.warm_up()
             if self.info.device.type == "cpu":
                 compile_truncation()
+            self.engine.structured_outputs.warm_up()
 
     @property
     def stats(self) -> EngineStats:

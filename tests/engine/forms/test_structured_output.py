@@ -46,6 +46,33 @@ def check_person(text: str) -> None:
     assert len(person["pets"]) <= 2 and set(person["pets"]) <= {"cat", "dog"}
 
 
+def test_a_model_that_is_warm_reads_its_vocabulary_for_no_request(
+    tiny_speaker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it stops every thread of a server."""
+    warm = LLM(tiny_speaker, num_pages=24)
+    warm.warm_up()
+    source = warm.engine.structured_outputs.tokenizer_source()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("it reads the vocabulary")
+
+    monkeypatch.setattr("llguidance.hf.from_tokenizer", refuse)
+    assert warm.engine.structured_outputs.start(form(choice=["yes", "no"])) is not None
+    assert warm.engine.structured_outputs.tokenizer_source()[0] is source[0]
+
+
+def test_what_llguidance_cannot_read_is_refused_when_a_form_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = StructuredOutputs(None, 100, [1])
+    forms.warm_up()
+    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
+        forms.start(form(choice=["yes"]))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    forms.warm_up()
+    with pytest.raises(ImportError, match="needs the package llguidance"):
+        forms.start(form(choice=["yes"]))
+
+
 def test_answers_are_json_of_the_schema_whatever_the_budget(llm: LLM, tiny_speaker: Path) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=80, structured_outputs=form(json=json.dumps(SCHEMA)))
     prompts = [PROMPT + "Ann:", PROMPT + "A man called Bob, who has a dog:"]

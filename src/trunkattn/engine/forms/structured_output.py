@@ -7,6 +7,7 @@ token. It is imported when the first form is asked for.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from threading import Lock
@@ -99,6 +100,13 @@ class StructuredOutputs:
         self._weights: dict[str, int] = {}  # grammar -> bytes, where somebody has measured them
         self._failed: OrderedDict[bytes, str] = OrderedDict()  # digest of a grammar -> what is wrong with it
 
+    def warm_up(self) -> None:
+        """Lets llguidance read the vocabulary now. The first form does it otherwise, and no other thread runs Python
+        meanwhile. Does nothing without llguidance, or if it cannot read the tokenizer: `start` says so."""
+        with suppress(ImportError, ValueError):
+            library()
+            _ = self._tokens, self._tokenizer_json
+
     def start(self, form: StructuredOutputsParams) -> GrammarState:
         """The form at the beginning of an answer, compiled unless it is kept.
 
@@ -149,10 +157,7 @@ class StructuredOutputs:
         """What another process needs for llguidance's tokenizer: its JSON, the number of tokens, and the tokens that
         end an answer. Raises what `start` raises."""
         self._check_tokenizer()
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        if fast is None:
-            raise _unread(f"{type(self._tokenizer).__name__} is one in Python")
-        return fast.to_str(), self._num_vocab, self._eos_token_ids
+        return self._tokenizer_json, self._num_vocab, self._eos_token_ids
 
     def _remember(self, among: OrderedDict[Any, Any], key: Any, what: Any) -> None:
         """Puts an entry in as the newest, and drops the oldest ones that do not fit any more."""
@@ -177,6 +182,14 @@ class StructuredOutputs:
         if self._tokenizer is None or not self._eos_token_ids:
             missing = "a tokenizer" if self._tokenizer is None else "an end-of-sequence token"
             raise ValueError(f"structured_outputs: expected a model with {missing}; this one has none")
+
+    @cached_property
+    def _tokenizer_json(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise _unread(f"{type(self._tokenizer).__name__} is one in Python")
+        text: str = fast.to_str()
+        return text
 
     @cached_property
     def _tokens(self) -> Any:
