@@ -11,6 +11,8 @@ TESTS = Path(__file__).parent
 # Clocks that threads count on: an event loop that looks at one set back sleeps until the clock has caught up.
 CLOCKS = frozenset({"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"})
 
+PATCHES = ("setattr", "patch", "patch.object")
+
 
 def imported_tests(path: PurePosixPath, source: str) -> list[str]:
     """What a file of tests, `path` relative to the project, imports from a file with tests of its own."""

@@ -3,6 +3,7 @@
     python -m benchmarks.engines.serve_hostile  # results/serve-hostile-cpu.json
     python -m benchmarks.engines.serve_hostile --resume  # the kinds that this commit has not measured
     python -m benchmarks.engines.serve_hostile --kinds brackets "everything at once"
+    python -m benchmarks.engines.serve_hostile --device cuda  # results/serve-hostile-CARD.json
 
 A witness streams one greedy answer after another. Meanwhile a hostile client sends, one kind after another, what could
 stop, slow or fill a server: bodies that are large, deep or wrong, lists without end, forms that compile for minutes or
@@ -43,12 +44,11 @@ from benchmarks.engines.serve_load import (
     save_folder,
     server,
 )
-from benchmarks.lib.options import integer
-from benchmarks.lib.report import RESULTS, environment, with_earlier, write_result
+from benchmarks.lib.options import integer, usable_device
+from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
 
 COMPLETE: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
-RESULT: Final = "serve-hostile-cpu"
 NOTHING: Final = "nothing"
 OTHERS: Final = ("idle connections", "live pages", "everything at once")
 CLIENTS: Final = 32
@@ -274,21 +274,34 @@ def held_pages(url: str, seconds: float = 10.0) -> float:
 Act = Callable[[str], str]
 
 
-def acts(folder: Path, names: Sequence[str], seconds: int, load_seconds: int, times: int) -> dict[str, Act]:
+def acts(folder: Path, names: Sequence[str], options: argparse.Namespace) -> dict[str, Act]:
     """What is done to the server, of the address that it gets. folder: of the model. names: the kinds."""
-    kinds: dict[str, Act] = {NOTHING: partial(wait, seconds)}
+    kinds: dict[str, Act] = {NOTHING: partial(wait, options.seconds)}
     for name, (path, body) in hostile().items():
-        kinds[name] = partial(send, path=path, body=body, times=times)
+        kinds[name] = partial(send, path=path, body=body, times=options.times)
     kinds |= dict(zip(OTHERS, (hold_connections, open_pages, send_everything), strict=True))
     if LOAD in names:
-        kinds[LOAD] = partial(load, expected=expected_answers(folder), seconds=load_seconds)
+        kinds[LOAD] = partial(load, expected=expected_answers(folder, options.device), seconds=options.load_seconds)
     return {name: kinds[name] for name in names}
 
 
-def run(folder: Path, kinds: dict[str, Act]) -> list[dict[str, Any]]:
+def card_of(device: str) -> dict[str, str]:
+    """The name of the GPU, as a result holds it; nothing for a CPU."""
+    import torch
+
+    return {"card": torch.cuda.get_device_name()} if device == "cuda" else {}
+
+
+def result_of(device: str) -> str:
+    """The name of the result."""
+    return f"serve-hostile-{short_name(card_of(device).get('card', 'cpu'))}"
+
+
+def run(folder: Path, kinds: dict[str, Act], device: str) -> list[dict[str, Any]]:
     """Measures some kinds, and writes the result after each; a row for each."""
     rows: list[dict[str, Any]] = []
-    command = ours(folder, 8206, "--max-num-batched-tokens", "256", "--max-num-seqs", "64")
+    steps = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
+    command = ours(folder, 8206, "--device", device, "--dtype", "float32", *steps)
     # A process of its own sends, and gives way to the server: hostile clients have machines of their own.
     elsewhere = ProcessPoolExecutor(1, get_context("spawn"), os.nice, (LOWEST_PRIORITY,))
     texts: set[str] = set()
@@ -302,13 +315,14 @@ def run(folder: Path, kinds: dict[str, Act]) -> list[dict[str, Any]]:
             row = {"kind": name, **watch.figures(), "witness_answers": len(texts), "held_pages": held_pages(url)}
             rows.append(row | {"answers": seen})
             print(f"{name:36} {rows[-1]}", flush=True)
-            write_result(RESULT, {"rows": with_earlier(RESULT, rows, ("kind",))}, "transformers")
+            figures = card_of(device) | {"rows": with_earlier(result_of(device), rows, ("kind",))}
+            write_result(result_of(device), figures, "transformers")
     return rows
 
 
-def measured_kinds() -> set[str]:
+def measured_kinds(device: str) -> set[str]:
     """The kinds that the result has of this commit."""
-    path = RESULTS / f"{RESULT}.json"
+    path = RESULTS / f"{result_of(device)}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {row["kind"] for row in rows if row.get("commit") == environment()["commit"]}
 
@@ -320,16 +334,16 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what the result has of this commit")
     parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness by itself")
     parser.add_argument("--load-seconds", type=integer(1, 86_400), default=180, help=f"of {LOAD}")
+    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--times", type=integer(1, 64), default=3, help="requests of a kind at once")
     arguments = parser.parse_args()
-    measured = measured_kinds() if arguments.resume else set()
+    measured = measured_kinds(arguments.device) if arguments.resume else set()
     wanted = [name for name in names if name in arguments.kinds and name not in measured]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "smollm2"
         save_folder(folder)
         read_all(folder)
-        kinds = acts(folder, wanted, arguments.seconds, arguments.load_seconds, arguments.times)
-        rows = run(folder, kinds)
+        rows = run(folder, acts(folder, wanted, arguments), arguments.device)
     bad = [
         row["kind"]
         for row in rows

@@ -178,11 +178,11 @@ async def watched(clients: Clients, process: subprocess.Popen[bytes], seconds: f
     return memory
 
 
-def expected_answers(folder: Path) -> dict[str, str]:
-    """The prompts of the clients, and what `LLM.generate` answers."""
+def expected_answers(folder: Path, device: str = "cpu") -> dict[str, str]:
+    """The prompts of the clients, and what `LLM.generate` answers in float32."""
     prompts = documents(4, 12)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS)
-    outputs = LLM(folder, kv_cache_bytes=1 << 28, device="cpu").generate(prompts, params)
+    outputs = LLM(folder, kv_cache_bytes=1 << 28, device=device, dtype="float32").generate(prompts, params)
     return {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
 
 
