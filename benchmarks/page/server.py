@@ -1,10 +1,12 @@
 """The HTTP server: robust under load, and how fast with sharing, without it, and beside another server."""
 
 from statistics import median
+from typing import Any
 
 from benchmarks.page.common import Section, load, sources, table
 
-LOAD, SPEED, START, HOSTILE = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu", "serve-hostile-cpu"
+LOAD, SPEED, START = "serve-load-cpu", "serve-throughput-cpu", "serve-start-cpu"
+HOSTILE, HOSTILE_CARDS = "serve-hostile-cpu", ("serve-hostile-h200",)
 LONGEST = 5  # rows of hostile kinds that are shown
 KINDS = {
     "good: equal": "streamed to the end, equal to `LLM.generate`'s answer",
@@ -26,10 +28,6 @@ def server() -> Section:
     rates = [[text, f"{speed[name]['tokens_per_second']:,.0f}"] for name, text in servers.items() if name in speed]
     start = load(START)
     answered = median(each["answered"] for each in start["seconds"])
-    hostile = load(HOSTILE)["rows"]
-    alone = next(row for row in hostile if row["kind"] == "nothing")
-    longest = sorted((row for row in hostile if row is not alone), key=lambda row: -row["pause_s"])
-    pauses = [[row["kind"], f"{row['pause_s']:.2f}", f"{row['health_s']:.2f}"] for row in longest[:LONGEST]]
     text = f"""## The HTTP server on a CPU
 
 {found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. They leave
@@ -40,15 +38,7 @@ def server() -> Section:
 
 {sources("python -m benchmarks.engines.serve_load --part load", LOAD)}
 
-A hostile client sends {len(longest)} kinds of what could stop, slow or fill a server, three requests of a kind at
-once, beside a stream of answers. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client
-for at most 0.5 s in {sum(row["pause_s"] <= 0.5 for row in longest)} of the kinds. All of its answers are equal, and the
-server's memory reaches {max(row["memory_mb"] for row in hostile):,.0f} MB. The longest pauses, with the longest times
-of `/health` meanwhile:
-
-{table(["kind", "pause, s", "/health, s"], pauses)}
-
-{sources("python -m benchmarks.engines.serve_hostile", HOSTILE)}
+{_hostile()}
 
 {speed["prompts"]} prompts, four documents with questions on each, {speed["at_once"]} at once,
 {speed["answer_tokens"]} tokens each; the prompts are cached.
@@ -63,3 +53,47 @@ From the command line to the first answer of eight tokens, with compiled kernels
 {sources("python -m benchmarks.engines.serve_load --part start", START)}
 """
     return Section(text, [])
+
+
+def _hostile() -> str:
+    """What a hostile client does to a stream of answers, on a CPU and on cards."""
+    rows = load(HOSTILE)["rows"]
+    alone, longest = _by_pause(rows)
+    text = f"""A hostile client sends {len(longest)} kinds of what could stop, slow or fill a server, three requests
+of a kind at once, beside a stream of answers. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and
+beside the client for at most 0.5 s in {_short(longest)} of the kinds. All of its answers are equal, and the server's
+memory reaches {max(row["memory_mb"] for row in rows):,.0f} MB. The longest pauses, with the longest times of `/health`
+meanwhile:
+
+{_pauses(longest)}
+
+{sources("python -m benchmarks.engines.serve_hostile", HOSTILE)}"""
+    for name in HOSTILE_CARDS:
+        found = load(name)
+        alone, longest = _by_pause(found["rows"])
+        text += f"""
+
+The same on an {found["card"]} beside {found["device"].rpartition(", ")[2]} of a host, which also sends. By itself the
+stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for at most 0.5 s in {_short(longest)} of
+{len(longest)} kinds:
+
+{_pauses(longest)}
+
+{sources("python -m benchmarks.engines.serve_hostile --device cuda", name)}"""
+    return text
+
+
+def _short(rows: list[dict[str, Any]]) -> int:
+    """How many pauses are short enough."""
+    return sum(row["pause_s"] <= 0.5 for row in rows)
+
+
+def _by_pause(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row of a stream by itself, and the others from the longest pause on."""
+    alone = next(row for row in rows if row["kind"] == "nothing")
+    return alone, sorted((row for row in rows if row is not alone), key=lambda row: -row["pause_s"])
+
+
+def _pauses(longest: list[dict[str, Any]]) -> str:
+    rows = [[row["kind"], f"{row['pause_s']:.2f}", f"{row['health_s']:.2f}"] for row in longest[:LONGEST]]
+    return table(["kind", "pause, s", "/health, s"], rows)
