@@ -166,7 +166,10 @@ def model_shape(model: str) -> ModelShape:
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a configuration of transformers describes. It raises the errors of `model_shape`."""
     reader = _Reader(name, config)
-    config = {**config, **reader.mapping("text_config")}
+    text = reader.mapping("text_config")
+    # The output layer is the whole model's. transformers leaves out the field where both are one, which is its default.
+    is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    config = {**config, **text}
     model_type = str(config.get("model_type"))
     config = {**_DEFAULTS.get(model_type, {}), **config}
     reader = _Reader(name, config)
@@ -196,8 +199,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         windows=reader.windows(num_layers),
         dense_numbers=dense,
         experts=tuple(experts for _, experts in feed_forward if experts is not None),
-        # transformers leaves out the field where both are one, which is its default
-        table_numbers=0 if config.get("tie_word_embeddings", True) else vocab * hidden,
+        table_numbers=0 if is_tied else vocab * hidden,
         vocab_size=vocab,
         hidden_size=hidden,
         weight_bytes=weight_bytes,
