@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import signal
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from trunkattn.server import limits, middleware, running
 from trunkattn.server.service import Caller
@@ -343,3 +345,13 @@ def test_a_broken_stream_of_many_answers_makes_no_noise(server: Server, caplog: 
         connection.close()
         server.wait_idle()
     assert not caplog.records
+
+
+def test_a_third_ctrl_c_breaks_the_connections_that_are_left() -> None:
+    """A client that reads nothing would hold the server for a minute, and a step without an end for ever."""
+    server = running.AppServer(FastAPI(), shutdown_seconds=3600)
+    broken = []
+    for _ in range(3):
+        server.handle_exit(signal.SIGINT, None)
+        broken.append(server.force_exit)
+    assert broken == [False, False, True]

@@ -173,8 +173,9 @@ class AppServer(uvicorn.Server):
                 listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the end. A second signal waits for no answer: uvicorn would break their connections without a word."""
-        if self.should_exit:
+        """Begins the end. A second signal waits for no answer: uvicorn would break their connections without a word.
+        A third Ctrl-C breaks those that are left, as of clients that read nothing."""
+        if self.should_exit and not self._hurried.is_set():
             self._hurried.set()  # the event loop sees it when it next looks whether connections are left
         else:
             super().handle_exit(sig, frame)
