@@ -299,6 +299,8 @@ def test_the_cache_of_a_gpu_is_sized_by_its_free_memory(
     for options, message in (({"num_pages": 101}, "num_pages=101"), ({"kv_cache_bytes": 1 << 40}, "kv_cache_bytes=")):
         with pytest.raises(ValueError, match=f"{message}.*: expected at most the free memory of cuda"):
             size_cache(info, EngineConfig(**options))
+    with pytest.raises(ValueError, match=r"holds 0 tokens: .* raise gpu_memory_utilization \(a page"):
+        size_cache(info, EngineConfig(gpu_memory_utilization=0.001))
 
 
 def test_a_cache_takes_half_of_a_cpus_memory_at_most(

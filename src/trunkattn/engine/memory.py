@@ -37,7 +37,8 @@ def size_cache(info: ModelInfo, config: EngineConfig, model: Any | None = None) 
         _check_free(info, "num_pages", num_pages, num_pages * page_bytes)
     capacity = num_pages * config.page_size
     if capacity < (config.max_model_len or 2):
-        raised = "kv_cache_bytes" if config.num_pages is None else "num_pages"
+        sizes = ("num_pages", "kv_cache_bytes", "gpu_memory_utilization")
+        raised = next((name for name in sizes if getattr(config, name)), "kv_cache_bytes")
         lowered = "" if config.max_model_len is None else " or lower max_model_len"
         raise ValueError(
             f"the KV cache of {num_pages} pages holds {capacity} tokens: expected at least "
