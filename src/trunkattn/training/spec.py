@@ -370,13 +370,14 @@ def _refuses_hopper(config: TrainingConfig, card: Card, name: str, takes: tuple[
 
 
 def refuses_hopper_forward(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the Hopper forward pass does not compute an attention on a card; empty: it does, unless one is empty."""
+    """Why the Hopper forward pass does not compute an attention on a card; empty: it does, unless a tensor
+    is empty."""
     return _refuses_hopper(config, card, "the Hopper forward pass", _HOPPER_TAKES)
 
 
 def refuses_hopper_backward(config: TrainingConfig, card: Card) -> list[str]:
-    """Why the Hopper backward pass does not compute an attention on a card; empty: it does, unless one is
-    empty."""
+    """Why the Hopper backward pass does not compute an attention on a card; empty: it does, unless a tensor
+    is empty."""
     return _refuses_hopper(config, card, "the Hopper backward pass", _HOPPER_TAKES)
 
 

@@ -159,7 +159,9 @@ def _of_file(file: Path, read: Read) -> Contents:
     with opened(file, lambda count: None) as stream:
         head = stream.read(READ_BYTES).removeprefix(_MARK).lstrip()
     if head.startswith((_PARQUET, GZIP, ZSTD)):
-        raise ValueError(f"{file}: what is compressed in it is compressed or a Parquet file; unpack it first")
+        raise ValueError(
+            f"{file} holds a compressed file or a Parquet file: expected the text of a log; unpack it first"
+        )
     if _begins_array(head) or _begins_document(head):
         return Contents("entry", _entries(file, read))
     if _begins_table(head, ".csv" in file.name.lower()):
