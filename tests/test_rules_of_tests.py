@@ -10,7 +10,6 @@ from tests.imports import imported_names
 TESTS = Path(__file__).parent
 # Clocks that threads count on: an event loop that looks at one set back sleeps until the clock has caught up.
 CLOCKS = frozenset({"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"})
-
 PATCHES = ("setattr", "patch", "patch.object")
 
 
@@ -24,11 +23,7 @@ def changed_clocks(path: PurePosixPath, source: str) -> list[str]:
     """Where a test replaces a clock of the whole process. It may replace the name `time` of one module."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not (
-            isinstance(node, ast.Call)
-            and node.args
-            and ast.unparse(node.func).endswith(("setattr", "patch", "patch.object"))
-        ):
+        if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith(PATCHES)):
             continue
         names = [each.value if isinstance(each, ast.Constant) else ast.unparse(each) for each in node.args[:2]]
         replaced = names[: 1 if isinstance(node.args[0], ast.Constant) else 2]
