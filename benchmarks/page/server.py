@@ -73,9 +73,9 @@ meanwhile:
         alone, longest = _by_pause(found["rows"])
         text += f"""
 
-The same on an {found["card"]} beside {found["device"].rpartition(", ")[2]} of a host, which also sends. By itself the
-stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for at most 0.5 s in {_short(longest)} of
-{len(longest)} kinds:
+The same with the model on an {found["card"]}, whose host of {found["device"].rpartition(", ")[2]} also runs the
+hostile client. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for at most 0.5 s
+in {_short(longest)} of {len(longest)} kinds:
 
 {_pauses(longest)}
 
