@@ -194,7 +194,7 @@ def test_a_time_that_python_has_no_name_for_is_not_a_damaged_file(tmp_path: Path
         read_log(tmp_path / "log.parquet")
 
 
-@pytest.mark.parametrize("inner", [gzip.compress(b'{"prompt": "a"}'), b"PAR1", b"\x28\xb5\x2f\xfd"])
+@pytest.mark.parametrize("inner", [b"\x1f\x8b", b"PAR1", b"\x28\xb5\x2f\xfd"], ids=["gzip", "Parquet", "Zstandard"])
 def test_a_log_that_is_compressed_twice_is_to_be_unpacked(tmp_path: Path, inner: bytes) -> None:
     (tmp_path / "log.gz").write_bytes(gzip.compress(inner))
     with pytest.raises(ValueError, match=r"log.gz holds a compressed file or a Parquet file: expected .* unpack"):
