@@ -72,10 +72,10 @@ def test_on_blackwell_cudnn_computes_both_passes() -> None:
 def test_a_torch_that_cannot_leaves_it_to_the_next_kernel_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `torch.backends.cuda.enable_cudnn_sdp(False)`. Where there is no card, an H100 stands in."""
     q, k = torch.zeros(2, 300, 8, 64, dtype=BF16), torch.zeros(2, 300, 2, 64, dtype=BF16)
-    odd = torch.zeros(k.numel() + 1, dtype=BF16)[1:].view(k.shape)
+    odd, empty = torch.zeros(k.numel() + 1, dtype=BF16)[1:].view(k.shape), k[:, :0]
     portable = op.portable_kernel(Work.FORWARD).source()
-    assert op._kernel(Work.FORWARD, (q, k, k), ()) is hopper
-    assert op._kernel(Work.FORWARD, (q, k, odd), ()) is portable
+    assert op._kernel(Work.FORWARD, (q, k, k), ()) is op._kernel(Work.FORWARD, (q, k, odd), ()) is hopper
+    assert op._kernel(Work.FORWARD, (q, empty, empty), ()) is portable
     monkeypatch.setattr(torch_cudnn, "reads", lambda q, k, v, causal: causal)
     assert op._kernel(Work.FORWARD, (q, k, k), ()) is cudnn_forward
     assert op._kernel(Work.FORWARD, (q, k, k), ("cu_seqlens_q",)) is hopper
