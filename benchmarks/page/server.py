@@ -28,9 +28,9 @@ def server() -> Section:
     rates = [[text, f"{speed[name]['tokens_per_second']:,.0f}"] for name, text in servers.items() if name in speed]
     start = load(START)
     answered = median(each["answered"] for each in start["seconds"])
-    text = f"""## The HTTP server on a CPU
+    text = f"""## The HTTP server
 
-{found["clients"]} clients for {found["seconds"]} seconds, SmolLM2-135M in float32. They leave
+{found["clients"]} clients for {found["seconds"]} seconds on a CPU, SmolLM2-135M in float32. They leave
 {left["kv_pages_in_use"]:.0f} pages and {left["running_sequences"]:.0f} requests behind, and memory goes from
 {memory[1]:,.0f} MB after five seconds to {memory[-1]:,.0f} MB at the end.
 
