@@ -103,7 +103,7 @@ class StructuredOutputs:
     def warm_up(self) -> None:
         """Lets llguidance read the vocabulary now. The first form does it otherwise, and no other thread runs Python
         meanwhile. Does nothing without llguidance, or if it cannot read the tokenizer: `start` says so."""
-        with suppress(ImportError, ValueError):
+        with suppress(Exception):
             library()
             _ = self._tokens, self._tokenizer_json
 
