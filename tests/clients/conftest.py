@@ -25,11 +25,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def url(folder: Path) -> Iterator[str]:
+def port() -> Iterator[int]:
+    """One that no other program takes before the server does."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def url(folder: Path, port: int) -> Iterator[str]:
     """The address of a server, up to /v1."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     arguments = ["--model", str(folder), "--served-model-name", NAME, "--port", str(port), "--quiet"]
     process = subprocess.Popen([SERVER_PYTHON, "-m", "trunkattn", "serve", *arguments], cwd=PROJECT)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -108,6 +110,15 @@ class Server:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=PATIENCE, **options)
+
+    def send(self, body: dict[str, Any]) -> socket.socket:
+        """A raw request for a completion, so that the test decides when and how the connection ends."""
+        where = urlsplit(self.url)
+        connection = socket.create_connection((where.hostname, where.port))
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
 
     def say(self, text: str) -> None:
         """Makes every answer of the model a text, then end-of-sequence."""

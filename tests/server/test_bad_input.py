@@ -208,7 +208,7 @@ def test_an_image_is_refused_and_not_fetched(server: Server) -> None:
 )
 def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> None:
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{server.url}{COMPLETE}", content=body, headers=headers)
+    response = httpx.post(f"{server.url}{COMPLETE}", content=body, headers=headers, timeout=PATIENCE)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
@@ -224,7 +224,7 @@ def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> 
 def test_other_paths_and_methods_are_refused_with_what_there_is(
     server: Server, method: str, path: str, status: int, expected: str
 ) -> None:
-    response = httpx.request(method, f"{server.url}{path}")
+    response = httpx.request(method, f"{server.url}{path}", timeout=PATIENCE)
     message = response.json()["error"]["message"]
     assert response.status_code == status and message.startswith(f"{method} {path}: ") and expected in message
 

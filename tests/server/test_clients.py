@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import json
 import socket
 import threading
 from collections.abc import Callable
@@ -20,19 +19,10 @@ from .conftest import PATIENCE, Server, wait_for
 LONG = {"prompt": "The trunk is read once.", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
-def send(server: Server, body: dict) -> socket.socket:
-    """A raw request, so that the test decides when and how the connection ends."""
-    where = urlsplit(server.url)
-    connection = socket.create_connection((where.hostname, where.port))
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return connection
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_pages(server: Server, stream: bool) -> None:
-    connection = send(server, LONG | {"stream": stream, "n": 4})
+def test_a_client_that_goes_away_frees_its_pages(server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    server.stand_still(monkeypatch)
+    connection = server.send(LONG | {"stream": stream, "n": 4})
     wait_for(lambda: server.llm.engine.scheduler.cache.num_pages_in_use > 0)
     connection.close()
     server.wait_idle()
@@ -40,7 +30,7 @@ def test_a_client_that_goes_away_frees_its_pages(server: Server, stream: bool) -
 
 def test_a_reset_connection_frees_its_pages(server: Server) -> None:
     """As after kill -9 of the client's machine: no orderly end."""
-    connection = send(server, LONG | {"stream": True})
+    connection = server.send(LONG | {"stream": True})
     connection.recv(1000)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
@@ -52,7 +42,7 @@ def test_a_client_that_goes_away_before_its_first_token_waits_no_longer(server: 
     release = threading.Event()
     loop = server_loop(server)
     loop.call(lambda engine: release.wait(PATIENCE) and None)
-    connection = send(server, LONG | {"stream": stream})
+    connection = server.send(LONG | {"stream": stream})
     wait_for(lambda: loop.num_waiting == 1)
     connection.close()
     wait_for(lambda: loop.num_waiting == 0)
@@ -71,7 +61,7 @@ def test_one_request_too_many_is_told_to_come_back(start_server: Callable[..., S
     loop = server_loop(server)
     loop.call(hold)
     assert entered.wait(PATIENCE)
-    waiting = send(server, LONG | {"max_tokens": 1})
+    waiting = server.send(LONG | {"max_tokens": 1})
     wait_for(lambda: loop.num_waiting == 1)
     refused = server.post("/v1/completions", LONG)
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
@@ -154,14 +144,14 @@ def test_a_body_that_is_too_large(start_server: Callable[..., Server]) -> None:
         yield b'"}'
 
     headers = {"Content-Type": "application/json"}
-    response = httpx.post(f"{server.url}/v1/completions", content=chunks(), headers=headers)
+    response = httpx.post(f"{server.url}/v1/completions", content=chunks(), headers=headers, timeout=PATIENCE)
     assert response.status_code == 413 and "at most 1000 bytes" in response.json()["error"]["message"]
 
 
 def test_a_compressed_body_is_told_apart_from_a_broken_one(server: Server) -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     headers = {"Content-Encoding": "gzip"}
-    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=PATIENCE)
     assert response.status_code == 415 and "without compression" in response.json()["error"]["message"]
     plain = {"Content-Encoding": "identity"}
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=plain).status_code == 200
@@ -219,7 +209,7 @@ def test_connections_wait_while_the_event_loop_is_busy(server: Server) -> None:
     assert entered.wait(PATIENCE)
     where = urlsplit(server.url)
     try:
-        connections = [socket.create_connection((where.hostname, where.port), timeout=10) for _ in range(64)]
+        connections = [socket.create_connection((where.hostname, where.port), PATIENCE) for _ in range(64)]
     finally:
         release.set()
     for connection in connections:

@@ -15,7 +15,7 @@ from trunkattn import LLM, SamplingParams
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.monitoring.log_lines import report, request_line, status_line
 
-from .conftest import NAME, Server
+from .conftest import NAME, PATIENCE, Server
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -313,7 +313,7 @@ def test_what_an_echo_alone_leaves_out_ends_nothing(server: Server, end: dict[st
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 def test_the_counts_at_the_end_are_null_before(server: Server, path: str) -> None:
     body = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
-    asked = {"stream": True, "n": 2, "max_tokens": 2, "stream_options": {"include_usage": True}}
+    asked = {"stream": True, "n": 2, "max_tokens": 2, "ignore_eos": True, "stream_options": {"include_usage": True}}
     lines = server.post(path, body | asked).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
@@ -324,7 +324,7 @@ def test_events_have_one_line_for_clients_that_know_unicodes(start_server: Calla
     server = start_server()
     server.say("a\u2028b\x85c\u2029d")
     body = {"messages": [USER], "stream": True, "max_tokens": 20}
-    with httpx.stream("POST", f"{server.url}{CHAT}", json=body) as response:
+    with httpx.stream("POST", f"{server.url}{CHAT}", json=body, timeout=PATIENCE) as response:
         events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if "{" in line]
     said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
     assert said == "a\u2028b\x85c\u2029d"

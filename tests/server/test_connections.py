@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from trunkattn.server import limits, middleware, running
 from trunkattn.server.service import Caller
 
-from .conftest import Server, wait_for
+from .conftest import PATIENCE, Server, wait_for
 
 END = "\r\nConnection: close\r\n\r\n"
 
@@ -32,7 +32,7 @@ def guarded(start_server: Callable[..., Server]) -> Server:
 def connected(server: Server) -> socket.socket:
     where = urlsplit(server.url)
     connection = socket.create_connection((where.hostname, where.port))
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE)
     return connection
 
 
@@ -97,7 +97,7 @@ def test_a_client_that_still_sends_sees_why_it_is_refused(
     guarded: Server, path: str, headers: dict[str, str], status: int
 ) -> None:
     where = urlsplit(guarded.url)
-    with closing(HTTPConnection(str(where.hostname), where.port, timeout=20)) as client:
+    with closing(HTTPConnection(str(where.hostname), where.port, timeout=PATIENCE)) as client:
         client.request("POST", path, b"a" * 12_000_000, {"Connection": "close", **headers})
         assert client.getresponse().status == status
 
@@ -260,7 +260,7 @@ def test_no_proxy_keeps_a_stream(server: Server) -> None:
     """nginx with its default settings holds the events back."""
     body = {"prompt": "x", "max_tokens": 2, "stream": True}
     assert server.post("/v1/completions", body).headers["X-Accel-Buffering"] == "no"
-    with httpx.stream("GET", f"{server.url}/live") as page:
+    with httpx.stream("GET", f"{server.url}/live", timeout=PATIENCE) as page:
         assert page.headers["X-Accel-Buffering"] == "no"
 
 
@@ -269,7 +269,7 @@ def test_a_connection_may_rest_longer_than_a_head_may_take(
 ) -> None:
     assert limits.LIMITS.idle_seconds > 60  # so long do proxies keep theirs
     monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=0.2, idle_seconds=20))
-    with closing(HTTPConnection(urlsplit(start_server().url).netloc, timeout=20)) as connection:
+    with closing(HTTPConnection(urlsplit(start_server().url).netloc, timeout=PATIENCE)) as connection:
         for _ in range(2):
             connection.request("GET", "/health")
             assert connection.getresponse().read() == b'{"status":"ok"}'

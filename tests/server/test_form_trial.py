@@ -4,11 +4,9 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -139,9 +137,10 @@ def test_a_tokenizer_in_python_has_no_forms(server: Server, monkeypatch: pytest.
 def test_clients_that_go_away_leave_no_process_of_forms(form_server: Any) -> None:
     server, replace = form_server
     num_started = replace("import time\ntime.sleep(600)")
-    with suppress(httpx.TimeoutException):
-        httpx.post(server.url + COMPLETE, json=FORM, timeout=5)
-    wait_for(lambda: num_started() == 1 and not server.app.state.service._trial._processes)
+    with server.send(FORM):
+        wait_for(num_started)
+    wait_for(lambda: not server.app.state.service._trial._processes)
+    assert num_started() == 1
 
 
 def test_forms_are_tried_under_lower_limits_of_the_system(form_server: Any) -> None:

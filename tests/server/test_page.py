@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
 ]
 TRUNK = "Every request begins with these words, which fill several pages of the cache. "
+SAID = ", ".join(["The trunk is read once"] * 9)
 expect.set_options(timeout=PATIENCE * 1000)
 
 
@@ -133,24 +134,32 @@ def test_the_charts_follow_the_theme(server: Server, page: Page) -> None:
     assert not page.evaluate(script, light)
 
 
-def test_a_chat_is_answered(server: Server, page: Page) -> None:
-    page.goto(server.url)
+@pytest.fixture(scope="module")
+def speaker(start_server: Callable[..., Server]) -> Server:
+    """A server whose answers are long: one that is drawn may end with its first token."""
+    server = start_server()
+    server.say(SAID)
+    return server
+
+
+def test_a_chat_is_answered(speaker: Server, page: Page) -> None:
+    page.goto(speaker.url)
     page.fill("#question", "Which part is read once?")
     page.keyboard.press("Enter")
     expect(page.locator(".message.user")).to_have_text("Which part is read once?")
-    expect(page.locator(".message.assistant")).not_to_be_empty()
+    expect(page.locator(".message.assistant")).to_have_text(SAID)
     expect(page.locator("#send")).to_be_visible()
     assert page.locator(".message.error").count() == 0
 
 
-@pytest.mark.usefixtures("looked_at")
-def test_a_stopped_answer_frees_its_pages(server: Server, page: Page) -> None:
-    page.goto(server.url)
+def test_a_stopped_answer_frees_its_pages(speaker: Server, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker.stand_still(monkeypatch)
+    page.goto(speaker.url)
     page.fill("#question", "x" * 20)
     page.click("#send")
     page.click("#stop")
     expect(page.locator("#send")).to_be_visible()
-    server.wait_idle()
+    speaker.wait_idle()
 
 
 def test_markup_in_an_answer_stays_text(server: Server, page: Page) -> None:

@@ -80,7 +80,7 @@ def test_a_signal_lets_running_answers_end_and_a_closed_stdout_stops_nobody(
         last = logged.result(PATIENCE).splitlines()[-1]
         assert "Finished server process" in last  # and no library complains of objects that are left
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+            httpx.get(f"{url}/health", timeout=PATIENCE)
 
 
 def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:
@@ -216,6 +216,7 @@ def test_an_open_page_delays_no_end_and_what_takes_too_long_is_cut_off_and_told(
             half.putrequest("POST", "/v1/completions")
             half.putheader("Content-Length", "100")
             half.endheaders(b"{")
+            httpx.get(f"{url}/health", timeout=PATIENCE)  # after it, the server has read that head
             process.send_signal(signal.SIGTERM)
             cut_off = half.getresponse()
             assert cut_off.status == 503 and "shutting down" in json.loads(cut_off.read())["error"]["message"]

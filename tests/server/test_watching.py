@@ -37,7 +37,7 @@ def samples(server: Server) -> dict[str, float]:
 
 def test_what_is_read_has_a_head(server: Server) -> None:
     for path in ("/", "/health", "/metrics", "/v1/models", f"/v1/models/{NAME}"):
-        head = httpx.head(f"{server.url}{path}")
+        head = httpx.head(f"{server.url}{path}", timeout=PATIENCE)
         assert head.status_code == 200 and head.content == b"", path
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_alone_counts_no_token(server: Server, caplog: pytest.LogCaptur
 def test_requests_are_counted_by_their_route(server: Server, method: str, path: str, route: str, status: int) -> None:
     name = f"trunkattn_http_requests_total[('path', '{route}'), ('status', '{status}')]"
     before = samples(server).get(name, 0)
-    assert httpx.request(method, f"{server.url}{path}").status_code == status
+    assert httpx.request(method, f"{server.url}{path}", timeout=PATIENCE).status_code == status
     assert samples(server)[name] == before + 1
 
 
