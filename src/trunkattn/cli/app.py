@@ -1,8 +1,9 @@
 """The typer application: its commands and their help texts."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import trunkattn
 from trunkattn.cli.options.analysis import AnalyzeOptions, ExplainOptions
@@ -17,8 +18,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # typer's tables cut the names of options in a terminal of 80 columns
 )
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options by group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments, then each group of options in the order of its first one."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,15 +67,15 @@ def _need(packages: tuple[str, ...], extra: str) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(DemoOptions)
 def demo(options: DemoOptions) -> None:
-    """Serve 32 customers of a shop on this machine, and show what sharing saves.
+    """Serve 32 customers of a shop, and show what sharing saves.
 
     A small language model (SmolLM2-135M) answers from the shop's guide, with which every prompt begins. Some answers
     are shown as they grow. Then the same batch is measured with sharing (policy `auto`) and without it (`per_query`),
-    and a picture shows the prefix forest and the bytes read. The demo runs on the CPU,
-    on two cores for one to four minutes. `trunkattn doctor` says how to install the model.
+    and a picture shows the prefix forest and the bytes read. The demo runs on the CPU, on two cores for one to four
+    minutes. `trunkattn doctor` says how to install the model.
     """
     need_engine()
     with importing():
@@ -67,7 +84,7 @@ def demo(options: DemoOptions) -> None:
     run_demo_command(options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Answer prompts with a local model.
@@ -84,7 +101,7 @@ def generate(options: GenerateOptions) -> None:
     run_generate(options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(ServeOptions)
 def serve(options: ServeOptions) -> None:
     """Serve a local model over HTTP, with OpenAI's API.
@@ -102,7 +119,7 @@ def serve(options: ServeOptions) -> None:
     run_serve(options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(AnalyzeOptions)
 def analyze(options: AnalyzeOptions) -> None:
     """Say what sharing prefixes is worth for the requests of a log.
@@ -120,13 +137,14 @@ def analyze(options: AnalyzeOptions) -> None:
     run_analyze(options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(ExplainOptions)
 def explain(options: ExplainOptions) -> None:
-    """Explain how one decode batch is planned: its prefix forest, and each packing policy's items, bytes and time.
+    """Explain how each packing policy plans one decode batch.
 
-    The batch is a tree, written as the nodes of each level and the tokens of each, or a file with a block table. Times
-    are predicted by the planner's own cost model of a card, so no GPU is needed.
+    Shows the batch's prefix forest, and the items, bytes and time of each policy. The batch is a tree, written as the
+    nodes of each level and the tokens of each, or a file with a block table. Times are predicted by the planner's own
+    cost model of a card, so no GPU is needed.
 
     Example: `trunkattn explain 1,4,64_1024,512,128 --gpu "NVIDIA H100"`
     """
@@ -137,13 +155,14 @@ def explain(options: ExplainOptions) -> None:
     run_explain(options)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 @command(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Show what this machine has, what runs here, and how to install what is missing.
+    """Show what this machine has, what runs here, and what is missing.
 
-    Runs a small attention on the CPU and compares it with the float64 reference. The first run compiles the kernels,
-    which takes up to a minute. The exit code is 0 if the library and the engine work on this CPU, otherwise 1.
+    Says how to install what is missing. Runs a small attention on the CPU and compares it with the float64 reference.
+    The first run compiles the kernels, which takes up to a minute. The exit code is 0 if the library and the engine
+    work on this CPU, otherwise 1.
     """
     with importing():
         from trunkattn.cli.doctor.command import run_doctor
