@@ -335,18 +335,7 @@ class BatchAttention:
 
         The embedded engine calls it for a layer that `run` has checked in an earlier step.
         """
-        inputs = LayerInputs(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            out=out,
-            q_scale=None,
-            k_scale=None,
-            v_scale=None,
-            sinks=sinks,
-            return_lse=False,
-        )
-        self._compute(plan, inputs, out)
+        self._compute(plan, LayerInputs(q, k_cache, v_cache, out, sinks=sinks), out)
 
     def _compute(self, plan: Plan, inputs: LayerInputs, out: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():  # it cannot follow the kernels' launches

@@ -46,12 +46,12 @@ class LayerInputs(NamedTuple):
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    out: torch.Tensor | None
-    q_scale: Scale
-    k_scale: Scale
-    v_scale: Scale
-    sinks: torch.Tensor | None
-    return_lse: bool
+    out: torch.Tensor | None = None
+    q_scale: Scale = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    sinks: torch.Tensor | None = None
+    return_lse: bool = False
     q_rope: torch.Tensor | None = None
 
 

@@ -435,9 +435,8 @@ def test_a_cache_whose_pages_a_gpu_does_not_count_is_refused(monkeypatch: pytest
             name: torch.empty_strided((8, 4, 2, 16), (32, stride, 16, 1), device="cuda")
             for name, stride in (("k_cache", 2**29), ("v_cache", 2**29 + 16))
         }
-        given = dict.fromkeys(layer_inputs.LayerInputs._fields) | {"q": q, "return_lse": False} | caches
         with pytest.raises(ValueError, match=r"v_cache has strides .*: expected tokens of a page within 2147483648 el"):
-            layer_inputs.check_layer(GOOD, q.device, 3, layer_inputs.LayerInputs(**given))
+            layer_inputs.check_layer(GOOD, q.device, 3, layer_inputs.LayerInputs(q, **caches))
 
 
 def test_checks_that_python_leaves_out_say_so() -> None:

@@ -418,7 +418,8 @@ def test_heads_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_that_a_gpu_does_not_count_are_refused() -> None:
     """No tensor is looked at before."""
-    inputs = LayerInputs(**{name: None for name in LayerInputs._fields} | {"return_lse": True})  # type: ignore[arg-type]
+    unread: Any = None
+    inputs = LayerInputs(unread, unread, unread, return_lse=True)
     config = AttentionConfig(128, 128, 16, 16, torch.float16)
     with pytest.raises(ValueError, match="q has 16777216 tokens of 128 heads: expected at most 2147483647 rows"):
         check_layer(config, torch.device("cuda"), 2**24, inputs)

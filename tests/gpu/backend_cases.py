@@ -48,8 +48,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (len(q), backend.config.num_qo_heads, backend.config.value_dim)
     out = options.pop("out", torch.full(shape, math.nan))
-    inputs = dict.fromkeys(("q_scale", "k_scale", "v_scale", "sinks")) | options
-    layer = LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **inputs)
+    layer = LayerInputs(q=q, k_cache=kv[0], v_cache=kv[1], out=out, return_lse=True, **options)
     with guarded_loads():
         return out, backend.run(step, layer, out)
 

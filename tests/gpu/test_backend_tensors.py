@@ -43,8 +43,8 @@ def run(config: AttentionConfig, q: Any, return_lse: bool = False, **others: Any
     backend = GpuBackend(config, CPU, facts=A100)
     k_cache = torch.zeros(6, 16, config.num_kv_heads, config.head_dim)
     tensors = {"q": q, "k_cache": k_cache, "v_cache": k_cache[..., : config.value_dim]}
-    unset = dict.fromkeys(LayerInputs._fields) | tensors | others | {"return_lse": return_lse}
-    return backend.run(backend.plan(tables(1, 1)), LayerInputs(**unset), torch.zeros(2, 4, config.value_dim))
+    inputs = LayerInputs(**tensors, **others, return_lse=return_lse)
+    return backend.run(backend.plan(tables(1, 1)), inputs, torch.zeros(2, 4, config.value_dim))
 
 
 def test_sinks_are_one_behind_the_other(given: list[tuple[Tensors, bool]]) -> None:

@@ -59,8 +59,7 @@ def tensors_of(config: AttentionConfig, batch: PagedBatch) -> tuple[torch.Tensor
 def arguments(q: Any, cache: torch.Tensor, k_scale: float | None = None) -> LayerInputs:
     """The arguments of a layer whose values are columns of its keys."""
     tensors: dict[str, Any] = {"q": q, "k_cache": cache, "v_cache": None}
-    unset = dict.fromkeys(("out", "q_scale", "v_scale", "sinks"))
-    return LayerInputs(**tensors, **unset, k_scale=k_scale, return_lse=True)
+    return LayerInputs(**tensors, k_scale=k_scale, return_lse=True)
 
 
 def run(

@@ -32,9 +32,8 @@ def no_memory(*arguments: Any) -> None:
 
 
 def inputs(**scales: Any) -> LayerInputs:
-    names = ("q_scale", "k_scale", "v_scale")
-    others = {name: None for name in LayerInputs._fields if name not in names}
-    return LayerInputs(**others, **{name: scales.get(name) for name in names})
+    unread: Any = None
+    return LayerInputs(unread, unread, unread, **scales)
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor([0.5]), torch.tensor([0.25, 2.0])])

@@ -54,7 +54,7 @@ def note(asked: list[str]) -> None:
 
 def run(backend: GpuBackend, step: Any, rows: int) -> None:
     q, cache = torch.zeros(rows, 32, 128, dtype=torch.bfloat16), torch.zeros(500, 16, 8, 128, dtype=torch.bfloat16)
-    backend.run(step, LayerInputs(q, cache, cache, None, None, None, None, None, False), torch.empty_like(q))
+    backend.run(step, LayerInputs(q, cache, cache), torch.empty_like(q))
 
 
 def chunks_beside_decodes(asked: list[str]) -> list[list[str]]:
