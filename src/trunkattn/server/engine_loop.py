@@ -111,7 +111,7 @@ class EngineLoop:
         self._watch: Callable[[Engine], None] | None = None
         self._last_watch_s = 0.0
         self._first_token_s = 1.0  # running mean of the seconds to a first token
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._inboxes: dict[str, _Inbox] = {}  # of unfinished requests; only the engine's thread uses it
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="trunkattn-engine", daemon=True)
@@ -129,7 +129,7 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends the thread after the step in progress; requests that have not finished fail. From any thread."""
         self._stopping = True
-        self._commands.put(None)
+        self._commands.put(lambda: None)  # the thread may wait for a command
         self._thread.join()
 
     def call(self, function: Callable[[Engine], None]) -> None:
@@ -206,13 +206,12 @@ class EngineLoop:
         """Runs the commands that wait, for a short time: running answers wait meanwhile."""
         with contextlib.suppress(queue.Empty):
             command, began = self._first_command(), time.monotonic()
-            while command is not None:
-                command()
-                if time.monotonic() - began > _COMMAND_SECONDS:
-                    return
+            command()
+            while time.monotonic() - began <= _COMMAND_SECONDS:
                 command = self._commands.get_nowait()
+                command()
 
-    def _first_command(self) -> Callable[[], None] | None:
+    def _first_command(self) -> Callable[[], None]:
         """The next command. Raises queue.Empty if there is none. While the engine has no request it waits for a
         command, until `watch` is due."""
         if self.engine.has_unfinished:
@@ -224,8 +223,7 @@ class EngineLoop:
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
-                if command is not None:
-                    command()
+                command()
 
     def _add(self, submission: Submission, inbox: _Inbox) -> None:
         try:
