@@ -33,7 +33,7 @@ BEGUN, TRACED = 8, 20  # tokens of each request before the trace, and steps of i
 
 
 def prompts(shared: int, vocabulary: int) -> list[list[int]]:
-    """Random tokens behind one prefix."""
+    """Random tokens after one prefix."""
     rng = np.random.default_rng(0)
     common = rng.integers(3, vocabulary, shared).tolist()
     return [common + rng.integers(3, vocabulary, 16 + number).tolist() for number in range(REQUESTS)]

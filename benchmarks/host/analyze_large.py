@@ -60,7 +60,7 @@ def rows(count: int) -> Iterator[Row]:
 
 
 def hash_line(number: int, row: Row) -> dict[str, Any]:
-    """A line of a Mooncake trace. Its hashes number blocks behind all that precedes them."""
+    """A line of a Mooncake trace. Its hashes number blocks together with all that precedes them."""
     begin = [*range(SHARED_BLOCKS)]
     begin += [SHARED_BLOCKS + row.application * APPLICATION_BLOCKS + place for place in range(APPLICATION_BLOCKS)]
     private = -(-row.prompt_tokens // BLOCK_SIZE) - len(begin)

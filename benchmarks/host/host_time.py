@@ -5,7 +5,7 @@
     python -m benchmarks.host.host_time --fake                               # no GPU: results/host-time-fake.json
 
 Steps of 32 query and 8 KV heads of 128, bfloat16, pages of 16 tokens, nothing shared: 10 decodes of 5,120 tokens,
-with or without a prompt chunk of 1,014 tokens behind 4,096. Every call plans a step one token further, from tables on
+with or without a prompt chunk of 1,014 tokens after 4,096. Every call plans a step one token further, from tables on
 the CPU. `plan_us`: a plan without a capacity; `plan_into_us`: into a plan of fixed size; `run_us`, `run_into_us`:
 `run` with either, which launches one layer. The device is idle before each call, and no call waits for it. `*_calls`:
 functions that Python calls meanwhile, its own and those of extensions. Calls in training: see `training_calls`.

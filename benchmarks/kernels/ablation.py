@@ -190,7 +190,7 @@ def run_once(arguments: argparse.Namespace) -> None:
 def dram_bytes(text: str) -> list[dict[str, int]]:
     """Bytes that each variant of `run_once` read from memory and wrote there, from what `ncu --csv` printed.
 
-    What a variant leaves in the L2 cache is written by the flush behind it, so that flush's writes are counted too.
+    What a variant leaves in the L2 cache is written by the flush after it, so that flush's writes are counted too.
 
     Raises:
         ValueError: if that is no table of these kernels.

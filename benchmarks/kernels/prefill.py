@@ -1,11 +1,11 @@
-"""Prompt chunks on a GPU: one request's chunks, short chunks behind one prefix, and the peers that import.
+"""Prompt chunks on a GPU: one request's chunks, short chunks after one prefix, and the peers that import.
 
     python -m benchmarks.kernels.prefill  # results/prefill-CARD.json
     python -m benchmarks.kernels.prefill --shapes  # results/prefill-shapes-CARD.json: the shapes of some models
     python -m benchmarks.kernels.prefill --tiles  # results/prefill-tiles-CARD.json: candidates for PREFILL_TILE
 
 bf16, head_dim 128, 32/8 heads, pages of 16, or with --shapes those of `shape_table` that are named. A cell is one chunk
-behind a number of cached tokens, or a number of requests with a short chunk each behind one shared prefix. `trunkattn`
+after a number of cached tokens, or a number of requests with a short chunk each after one shared prefix. `trunkattn`
 is what a card gets, `trunkattn_portable` the kernel for any card, `trunkattn_hopper` the one for Hopper, also of shapes
 with which it was not timed yet. Time is that of a CUDA graph of several runs, median of the replays. Some tokens of
 every output are checked against float64. `trunkattn_one_graph` is what a card gets where only the lengths are known on
@@ -55,7 +55,7 @@ RUN_US = 2000  # of a graph, at least: what starts and ends one is then little
 
 
 def make_case(requests: int, tokens: int, cached: int, shape: Shape = LLAMA, device: str = "cuda") -> Case:
-    """Requests with a chunk of `tokens` each behind `cached` tokens that all share; pages shuffled.
+    """Requests with a chunk of `tokens` each after `cached` tokens that all share; pages shuffled.
 
     Sinks weigh about as much as all tokens that the last query sees, and queries of a soft cap are larger, so that an
     output without either is wrong.

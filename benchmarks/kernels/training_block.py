@@ -54,7 +54,7 @@ def random_weight(shape: tuple[int, int], device: str) -> nn.Parameter:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each after a norm and with a residual."""
 
     def __init__(self, sizes: Sizes, device: str) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path 
 
 
 def with_earlier(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of results/NAME.json, with these in place of those that have the same `keys`, or behind them. New ones
+    """The rows of results/NAME.json, with these in place of those that have the same `keys`, or after them. New ones
     name their commit and their date."""
     path = RESULTS / f"{name}.json"
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []

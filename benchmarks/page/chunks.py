@@ -26,7 +26,7 @@ def prefill() -> Section:
     rows, losses = [], []
     for name in names:
         result = load(name)
-        for part, label in (("chunks", "one chunk of 512 to 16k tokens"), ("shared", "short chunks behind one prefix")):
+        for part, label in (("chunks", "one chunk of 512 to 16k tokens"), ("shared", "short chunks after one prefix")):
             cells = result[part]
             speeds = {
                 peer: [row[peer]["us"] / row["trunkattn"]["us"] for row in cells]
@@ -65,7 +65,7 @@ def shapes() -> Section | None:
     for name in names:
         for shape in load(name)["shapes"]:
             for row in shape["rows"]:
-                cells = [card_of(name), shape["shape"], f"{row['requests']} × {row['tokens']} behind {row['cached']:,}"]
+                cells = [card_of(name), shape["shape"], f"{row['requests']} × {row['tokens']} after {row['cached']:,}"]
                 peer = row["flash_attention_3"]["us"]
                 speeds = [peer / row[way]["us"] if "us" in row.get(way, {}) else None for way in ways]
                 rows.append([*cells, f"{peer:,.0f}", *(f"{it:.2f}" if it else "" for it in speeds)])

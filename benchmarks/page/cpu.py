@@ -124,7 +124,7 @@ def relay() -> Section:
             note_loss(losses, where, "the same without sharing", 1 / row["auto_speedup"])
     text = f"""## A growing shared prompt
 
-32 requests with 128 private tokens each behind a shared prompt (RelayAttention's Figure 5), 32 heads of 128: speed of
+32 requests with 128 private tokens each after a shared prompt (RelayAttention's Figure 5), 32 heads of 128: speed of
 `auto` over `per_query`, which reads the prompt for each request. Theory counts memory traffic; a GPU's L2 cache already
 saves `per_query` a part. A CPU computes in float32, a GPU in bf16.
 

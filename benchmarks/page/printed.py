@@ -1,4 +1,4 @@
-"""Writes what commands print into the documentation, behind `<!-- printed by: trunkattn ... -->`.
+"""Writes what commands print into the documentation, after `<!-- printed by: trunkattn ... -->`.
 
     python -m benchmarks.page.printed
 

@@ -89,7 +89,7 @@ def fill(name: str, weight: Any, config: Any) -> None:
 
 
 def prompts(changed: bool) -> list[list[int]]:
-    """24 prompts, 16 of them behind one prefix. changed: the first half of each is made of other tokens."""
+    """24 prompts, 16 of them after one prefix. changed: the first half of each is made of other tokens."""
     rng = np.random.default_rng(0)
     shared = rng.integers(3, LARGEST_TOKEN, SHARED).tolist()
     found = [shared + rng.integers(3, LARGEST_TOKEN, 5 + 37 * i).tolist() for i in range(16)]

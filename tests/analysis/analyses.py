@@ -115,7 +115,7 @@ def busy_analysis() -> Analysis:
             varying_tokens=9.0,
             examples=[f"2026-11-26T10:00:00 {SECRET}", HOSTILE],
             lines=[1, 5, 9],
-            advice="Move the timestamp behind the instructions that all requests share.",
+            advice="Move the timestamp after the instructions that all requests share.",
             gain_tpot=0.21,
             gain_prompt_tokens=17_644_760,
         ),

@@ -300,7 +300,7 @@ def test_a_table_may_hold_long_texts_and_says_what_is_wrong(tmp_path: Path) -> N
     path.write_bytes(b"prompt,output_tokens\n" + b"a,5\n" * 5000 + b"\xff,5\n")
     log = read_log(path)
     assert 0 < len(log.requests) <= 5000
-    assert log.skipped[0].reason == "it is not text in UTF-8; expected a row, and nothing behind it is read"
+    assert log.skipped[0].reason == "it is not text in UTF-8; expected a row, and nothing after it is read"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_wrong_entry_is_the_last_of_an_array_and_says_so(tmp_path: Path, wrong
     log = read_log(path)
     assert (len(log.requests), log.num_skipped) == (1, 1)
     assert log.skipped[0].reason.startswith(reason)
-    assert log.skipped[0].reason.endswith("; expected a JSON object, and nothing behind it is read")
+    assert log.skipped[0].reason.endswith("; expected a JSON object, and nothing after it is read")
     path.write_text(f'{{"prompt": "a"}}\n{wrong}\n{{"prompt": "b"}}\n')  # a line ends where it ends
     log = read_log(path)
     assert (len(log.requests), log.num_skipped, log.skipped[0].line) == (2, 1, 2)

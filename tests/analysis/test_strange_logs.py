@@ -162,7 +162,7 @@ def test_an_array_that_ends_behind_an_entry_without_its_bracket_is_told(tmp_path
     path = tmp_path / "log.json"
     path.write_text(f'[{{"prompt": "a b c"}}{end}')
     log = read_log(path)
-    reasons = ["it is not JSON (its list does not end); expected a JSON object, and nothing behind it is read"]
+    reasons = ["it is not JSON (its list does not end); expected a JSON object, and nothing after it is read"]
     assert [line.reason for line in log.skipped] == ([] if "]" in end else reasons)
     assert len(log.requests) == 1 + ("{" in end)
 

@@ -1,6 +1,6 @@
 """What README and the documentation show runs: Python blocks, commands, and the files that they name.
 
-The Python blocks of a page run in order, in one namespace. A block behind `<!-- compile only -->` needs a GPU or vLLM,
+The Python blocks of a page run in order, in one namespace. A block after `<!-- compile only -->` needs a GPU or vLLM,
 and is compiled. `print(...)  # text` says what is printed. docs/lab is frozen and not looked at.
 """
 

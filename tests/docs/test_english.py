@@ -31,6 +31,7 @@ STUMBLES = (
     r"\w alone(?:[.;)]|$)",
     r"\blos(?:e|es|ing) (?:its|their|some) bits\b",
     r"\bnobody describes\b",
+    r"\bone behind the other\b",
 )
 
 

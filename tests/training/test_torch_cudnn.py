@@ -35,7 +35,7 @@ def test_who_computes_sequences_of_one_length() -> None:
     assert why() == why((10, 0)) == why((10, 3)) == why((10, 0), is_grouped=True) == ""
     assert why(head_dim=32, head_dim_v=32) == why((10, 0), head_dim=64, head_dim_v=64) == ""  # no Hopper backward pass
     assert why(is_grouped=True) == (
-        "head_dim 128, of values 128, of heads that are grouped: the Hopper backward pass is faster behind cuDNN's"
+        "head_dim 128, of values 128, of heads that are grouped: the Hopper backward pass is faster after cuDNN's"
         " forward pass"
     )
     assert "the Hopper backward pass is faster" in why(head_dim=64, head_dim_v=64)

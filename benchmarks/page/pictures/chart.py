@@ -31,7 +31,7 @@ class Axis(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar: its shade, its value and the text behind it."""
+    """A bar: its shade, its value and the text after it."""
 
     shade: str
     value: float

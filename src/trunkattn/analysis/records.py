@@ -214,12 +214,12 @@ class Spoiler:
         where: the place, for people, such as "system message, token 37 of 2,210"; no text of the log.
         num_requests: requests that part there.
         token: where they part, in tokens from the beginning.
-        shared_after: tokens behind the varying part that are equal in all of them again, as a mean.
+        shared_after: tokens after the varying part that are equal in all of them again, as a mean.
         varying_tokens: mean length of the varying part in tokens.
         examples: the varying part in up to three requests. Shown only if the user asks for text.
         lines: up to three lines of the log, as examples.
         advice: one sentence, without text of the log.
-        gain_tpot, gain_prompt_tokens: what moving it behind the shared part saves, replayed: share of the time per
+        gain_tpot, gain_prompt_tokens: what moving it after the shared part saves, replayed: share of the time per
             token (0.12: 12 %), and prompt tokens that would come from the cache.
     """
 

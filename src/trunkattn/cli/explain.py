@@ -95,7 +95,7 @@ def _page_size(batch: str, value: Any) -> int:
 
 
 def _table(batch: str, listed: Any, lengths: NDArray[np.int64], page_size: int) -> NDArray[np.int32]:
-    """The pages that each row needs for its length. What a table is padded with behind them is not looked at."""
+    """The pages that each row needs for its length. What pads a row after them is not looked at."""
     if not isinstance(listed, list | np.ndarray) or not np.iterable(listed) or len(listed) == 0:
         raise ValueError(f'batch={batch!r}: "block_table" is not a list of rows')
     if len(lengths) != len(listed):

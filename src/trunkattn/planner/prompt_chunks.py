@@ -113,7 +113,7 @@ def whole_chunks(chunks: StepTables, queries_per_tile: int, rule: SplitRule) -> 
 def join(tiles: TileList, work: WorkList, division: Division) -> tuple[TileList, ChunkList]:
     """The lists of both halves, renumbered for the whole step. The tile list also merges the chunks' partials."""
     rest_tokens, chunk_tokens = division.rest_tokens, division.chunk_tokens
-    begins = work.merge_indptr + np.int32(tiles.num_slots)  # the chunks' partial slots are behind the tiles'
+    begins = work.merge_indptr + np.int32(tiles.num_slots)  # the chunks' partial slots come after the tiles'
     chunk_ranges = np.stack((begins[:-1], begins[1:]), axis=1)
     slots = np.where(work.partial_slots == DIRECT, work.partial_slots, work.partial_slots + np.int32(tiles.num_slots))
     whole = replace(

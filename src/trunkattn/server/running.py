@@ -29,7 +29,7 @@ _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
 _LAST_SECONDS: Final = 5  # for answers that say that the server is shutting down
 _EMPTY_LINES: Final = re.compile(rb"(?:\r?\n)*")
 HAS_LEFT: Final = "has_left"  # in the state of a request: an event that is set when its client sends no more
-_BEHIND_BYTES: Final = 64 << 10  # that are read behind a request while it is answered
+_BEHIND_BYTES: Final = 64 << 10  # that are read after a request while it is answered
 
 
 class LimitedProtocol(H11Protocol):
@@ -114,7 +114,7 @@ class LimitedProtocol(H11Protocol):
         """Says nothing. Java's clients ask for HTTP/2 with each request, and a server may ignore that."""
 
     def _skip_empty_lines(self) -> bool:
-        """Drops empty lines before a request (RFC 9112, section 2.2), which old clients send behind a body: h11 takes
+        """Drops empty lines before a request (RFC 9112, section 2.2), which old clients send after a body: h11 takes
         them for a request. Returns whether something else has arrived."""
         arrived, _ = self.conn.trailing_data
         if not arrived.startswith((b"\r", b"\n")):

@@ -18,7 +18,7 @@ from trunkattn.training.sequences import LARGEST_BLOCK, TreeTables, TreeWork
 from trunkattn.training.token_trie import (
     Segments,
     Tokens,
-    behind,
+    after_prompt,
     build_trie,
     check_equal,
     check_list,
@@ -135,7 +135,7 @@ class PrefixTree:
             ValueError, TypeError: the prompt or an answer has no tokens, or an answer is a prefix of another.
         """
         first = token_array("prompt", prompt)
-        return cls(behind(first, build_trie("answers", token_arrays("answers", answers))))
+        return cls(after_prompt(first, build_trie("answers", token_arrays("answers", answers))))
 
     @classmethod
     def from_segments(

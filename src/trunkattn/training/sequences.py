@@ -102,7 +102,7 @@ class Sequences:
 
     @property
     def packed(self) -> bool:
-        """Whether tensors are several sequences of [tokens, heads, head_dim] one behind the other."""
+        """Whether tensors are several sequences of [tokens, heads, head_dim] one after the other."""
         return self.cu_seqlens_q is not None
 
     @property

@@ -98,7 +98,7 @@ def refuses_torch_cudnn(config: TrainingConfig, card: Card) -> list[str]:
     if not reasons and not refuses_fa4_backward(config, card):
         reasons.append(f"{_heads(config)}: FlashAttention-4's backward pass is faster")
     elif not reasons and not refuses_cudnn_forward(config, card):
-        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster behind cuDNN's forward pass")
+        reasons.append(f"{_heads(config)}: the Hopper backward pass is faster after cuDNN's forward pass")
     elif not reasons and _has_hopper_forward(config) and not refuses_hopper_backward(config, card):
         reasons.append(f"{_heads(config)}: the Hopper passes are faster")
     return reasons

@@ -149,7 +149,7 @@ def build_trie(name: str, sequences: list[np.ndarray]) -> Segments:
     )
 
 
-def behind(prompt: np.ndarray, answers: Segments) -> Segments:
+def after_prompt(prompt: np.ndarray, answers: Segments) -> Segments:
     """The segments of sequences that are a prompt and an answer each, from those of the answers."""
     assert answers.tokens is not None
     parents, lengths, leaves = answers.parents, answers.lengths, answers.leaves

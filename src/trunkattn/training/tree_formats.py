@@ -179,7 +179,7 @@ def from_group_ids(group_ids: Tokens, parent_ids: Tokens) -> PrefixTree:
         if parent in (group, -1):
             prompt, root = group, segment
         elif parent != prompt:
-            last = "" if root < 0 else f", or {prompt}, the last prompt before it, as each has its answers behind it"
+            last = "" if root < 0 else f", or {prompt}, the last prompt before it, as each is followed by its answers"
             raise ValueError(f"parent_ids[{start}]={parent}: expected its own group, {group}{last}")
         parents.append(-1 if root == segment else root)
     return PrefixTree.from_segments(parents, np.diff([*starts, size]).tolist())

@@ -24,7 +24,7 @@ _CTAS: Final = 128  # which go through all blocks of tokens, so that a launch do
 
 @triton.jit(do_not_specialize=["num_segments", "length"])
 def tables_kernel(numbers, flat, num_segments, length, BLOCK: tl.constexpr):
-    """Writes the tables of a tree one behind the other to flat [3 · length], from `numbers` as `TreeTables.of_segments`
+    """Writes the tables of a tree one after the other to flat [3 · length], from `numbers` as `TreeTables.of_segments`
     takes them."""
     for first in tl.range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
         token = first + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from .door_cases import CHUNKS, IN_CHUNKS, KEPT, MODELS, PACKED, SMALL, TOKENS, WINDOW, both  # noqa: E402
 
 pytestmark = pytest.mark.slow
-STATIC = "the cache has room for keys behind the last query"
+STATIC = "the cache has room for keys after the last query"
 
 
 @pytest.mark.parametrize("padding", [0, 4])

@@ -24,7 +24,7 @@ BLOCK_SIZE = 512
 ARRIVALS = ("timestamp", "created_time")  # milliseconds from the beginning of the trace
 INPUTS = ("input_length", "input_tokens")
 OUTPUTS = ("output_length", "output_tokens")
-DELAYS = ("delay", "delay_ms")  # milliseconds behind the turn before; such a turn has no time of its own
+DELAYS = ("delay", "delay_ms")  # milliseconds after the turn before; such a turn has no time of its own
 
 
 def recognises(fields: Fields) -> bool:

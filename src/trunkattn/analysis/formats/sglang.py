@@ -112,7 +112,7 @@ def _entries(request: _Request) -> Iterator[Entry]:
 
 
 def _prompts(request: _Request) -> list[Prompt]:
-    """Text before token ids before messages: text is what the engine read, behind the chat template."""
+    """Text before token ids before messages: text is what the engine read, made by the chat template."""
     fields = request.fields
     chosen = next((name for name in ("text", "input_ids", "messages", "prompt") if fields.get(name)), None)
     if chosen is None:

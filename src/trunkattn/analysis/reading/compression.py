@@ -83,7 +83,7 @@ def _zstd(file: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
 
 
 class _Frames(io.RawIOBase):
-    """Decompressed frames of Zstandard, one behind the other. Zstandard's own reader takes a cut frame for a whole."""
+    """Decompressed frames of Zstandard, one after the other. Zstandard's own reader takes a cut frame for a whole."""
 
     def __init__(self, stream: BinaryIO, decompressor: Any) -> None:
         self._stream, self._decompressor = stream, decompressor

@@ -26,7 +26,7 @@ _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]{0,399})(\.[0-9]{1,99})?([eE][+-]?[
 _DEPTH: Final = MappingProxyType({"[": 1, "]": -1})  # how a bracket changes the number of lists that are open
 _AFTER_ALL: Final = "\U0010ffff"  # the last character in the order of texts
 _OBJECT: Final = "expected a JSON object"
-_END: Final = "nothing behind it is read"
+_END: Final = "nothing after it is read"
 _MOST_CHARACTERS: Final = (1 << 31) - 1  # of a table's cell; csv's own limit is less than a long prompt
 
 
@@ -185,7 +185,7 @@ def _begins_table(head: bytes, is_named: bool) -> bool:
 
 
 def _begins_document(head: bytes) -> bool:
-    """Whether a file begins with an object that goes on behind its first line."""
+    """Whether a file begins with an object that goes on after its first line."""
     line, newline, rest = head.partition(b"\n")
     if not newline or line[:1] != b"{":
         return False
@@ -193,7 +193,7 @@ def _begins_document(head: bytes) -> bool:
 
 
 def _ends_behind(head: bytes, place: int) -> bool:
-    """Whether the object with which a file begins is a whole one that ends behind a place."""
+    """Whether the object with which a file begins is a whole one that ends after a place."""
     try:
         text = head.decode("utf-8", "replace")
         return len(text[: json.JSONDecoder().raw_decode(text)[1]].encode()) > place

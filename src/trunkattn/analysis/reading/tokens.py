@@ -184,7 +184,7 @@ class TokenizerEncoder:
         return f"the tokenizer of {self.name}"
 
     def render(self, prompt: Chat | str) -> str:
-        """The text that the model reads: the template's, or the prompt behind what the tokenizer puts first."""
+        """The text that the model reads: the template's, or the prompt after what the tokenizer puts first."""
         if isinstance(prompt, str):
             return self.beginning + prompt
         if not self.tokenizer.chat_template:
@@ -262,7 +262,7 @@ def check_tokenizer(path: str | Path) -> Path:
 
 
 def plain_message(message: Fields) -> dict[str, Any]:
-    """A message whose content is one text: its parts and the calls of tools, one behind the other."""
+    """A message whose content is one text: its parts and the calls of tools, one after the other."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("messages: expected objects, each with a role and a content")
     content = message.get("content", message.get("parts"))

@@ -219,7 +219,7 @@ def shade(sequences: int, total: int) -> int:
 def icicle(snapshot: Snapshot, token_bytes: int, end: int, prompt_of: Callable[[TrieNode], str]) -> Icicle | None:
     """The picture of a prefix tree; None: nothing decodes.
 
-    A box is as long as its tokens, and as high as the KV bytes that the sequences behind it read one by one.
+    A box is as long as its tokens, and as high as the KV bytes that its sequences read one by one.
 
     Args:
         snapshot: the tree.

@@ -74,7 +74,7 @@ def _no_prompt(node: TrieNode) -> str:
 
 
 def _prompts(log: Log) -> Callable[[TrieNode], str]:
-    """The text of a node: the part of its request's prompt that begins as far behind as its tokens do."""
+    """The text of a node: the part of its request's prompt that begins as far from the start as its tokens do."""
     texts = log.texts
     assert texts is not None
     rows = Requests.of(log.requests).rows

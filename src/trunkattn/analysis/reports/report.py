@@ -208,7 +208,7 @@ def spoiler_sentence(spoiler: Spoiler) -> str:
     article = "an" if spoiler.kind[0] in "aeio" else "a"  # as in "a user name"
     return (
         f"{requests} at {article} {spoiler.kind} ({spoiler.where}); {figures.plural(spoiler.shared_after, 'token')} "
-        "behind it are equal again."
+        "after it are equal again."
     )
 
 

@@ -15,7 +15,7 @@ class BlockTable:
         self._rows: dict[tuple[str, int], NDArray[np.int32]] = {}  # by sequence, and how often it lost its pages
 
     def of(self, sequences: list[Request], seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """[sequences, most pages] int32, with arbitrary numbers behind a row's pages."""
+        """[sequences, most pages] int32, with arbitrary numbers after a row's pages."""
         page_size, known = self._cache.page_size, self._rows
         self._rows = {}
         table = np.zeros((len(sequences), int(-(-seq_lens.max(initial=1) // page_size))), np.int32)

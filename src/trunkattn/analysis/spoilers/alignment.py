@@ -192,7 +192,7 @@ def _end_of(text: str, place: int, field: Field) -> int:
 
 
 def moved(text: str, spans: Sequence[Span], fields: Sequence[Field], model: str) -> str:
-    """The text with its fields moved to the end, or behind the last shared part if they are bound. Reordered parts get
+    """The text with its fields moved to the end, or after the last shared part if they are bound. Reordered parts get
     the model prompt's order. At the end, fields part neither these prompts nor those that share still more."""
     shared: list[str] = []
     behind: list[str] = []

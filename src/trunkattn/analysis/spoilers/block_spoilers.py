@@ -104,8 +104,8 @@ def _spoiler(log: Log, members: NDArray[np.int64], place: tuple[int, int, int], 
         varying_tokens=float(varying * block_size),
         examples=[],
         lines=lines,
-        advice=f"Look for what varies in the {varying * block_size:,} tokens there, and move it behind the "
-        f"{shared * block_size:,} tokens after them, which are equal; the log has no text that names it.",
+        advice=f"Look for what varies in the {varying * block_size:,} tokens there, and move it after the "
+        f"{shared * block_size:,} tokens that follow them, which are equal; the log has no text that names it.",
     )
 
 

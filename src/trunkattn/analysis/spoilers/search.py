@@ -1,4 +1,4 @@
-"""What spoils sharing: prompts that part early because of one field, although they are equal again behind it."""
+"""What spoils sharing: prompts that part early because of one field, although they are equal again after it."""
 
 import re
 from collections import Counter, deque
@@ -205,7 +205,7 @@ class _Search:
         before = model[: last.start]
         token = self.log.encode([before])[0].num_tokens if before else 0
         end = "within its message" if last.is_bound else "best to the end of the prompt"
-        moving = f"Move it behind the {shared:,} tokens after it, which are equal in all of these prompts, {end}."
+        moving = f"Move it after the {shared:,} tokens that follow it, which are equal in all of these prompts, {end}."
         if len(fields) > 1:
             moving += " Move what varies before it, too."
         return Spoiler(

@@ -16,7 +16,7 @@ _NAME = r"[^\W\d_][\w'.-]*(?: [^\W\d_][\w'.-]*){0,3}"
 _LABEL = r"(?:(?:user|User|name|Name|customer|Customer|client|Client|account|assisting|helping|Hello|Dear|with)\s*)+"
 _NAMED = rf"{_LABEL}(?:is|named|called|:|=)?\s*[\"']?(?P<id>{_NAME})"
 
-# The first that nearly all examples match is the kind. A group named `id` is what varies behind its label.
+# The first that nearly all examples match is the kind. A group named `id` is what varies after its label.
 PATTERNS: Final = (
     (
         "timestamp",

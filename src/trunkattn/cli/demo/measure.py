@@ -164,7 +164,7 @@ def contiguous_usage(taken: Snapshot, outputs: Sequence[RequestOutput], max_mode
 
 
 def megabytes(count: float) -> str:
-    """A number of bytes in megabytes, with one digit behind the point below 10 MB."""
+    """A number of bytes in megabytes, with one decimal below 10 MB."""
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:.1f} MB"
 
 

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
-ANCHOR: Final = "a"  # a token before the one in question and behind it: a word's last token may write the next space
+ANCHOR: Final = "a"  # a token before the one in question and after it: a word's last token may write the next space
 
 
 def special_ids(tokenizer: Any | None) -> frozenset[int]:

@@ -116,7 +116,7 @@ def latent_heads(module: nn.Module) -> LatentHeads | None:
 
 
 def _expands_by_head(attention: Any, up_features: int, sizes: _Sizes) -> bool:
-    """Whether the class's `expand_kv` gives each head in turn its keys, with the rope columns of all behind them, and
+    """Whether the class's `expand_kv` gives each head in turn its keys, with the rope columns of all after them, and
     its values. It is tried on numbered columns instead of a product."""
     widths = sizes.qk_nope_head_dim, sizes.v_head_dim
     columns = torch.arange(up_features, dtype=torch.float32, device="cpu").view(1, 1, 1, -1)

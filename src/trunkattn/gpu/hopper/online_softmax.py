@@ -47,7 +47,7 @@ class MainloopTile(NamedTuple):
         k_empty, v_empty: numbers of the empty barriers of stage 0.
         mask_ahead: masks are computed while the product q·k runs, because they read memory. Otherwise they are computed
             after it, which takes fewer registers.
-        parts: the parts of head_dim, which lie one behind the other in memory. A tile in memory is a tuple of parts if
+        parts: the parts of head_dim, which lie one after the other in memory. A tile in memory is a tuple of parts if
             there are several.
         value_parts: the parts of values and outputs.
         key_parts: the parts of a key, which are multiplied one after the other. What lies behind them is padding.

@@ -11,7 +11,7 @@ from torch import nn
 
 _ATTENDS: Final = "ALL_ATTENTION_FUNCTIONS"  # the table from which a layer takes the attention that it calls
 _TAKES_OUT: Final = frozenset({"get", "pop"})  # what a layer that reads some keywords does with them
-_LAST: Final = "loss_function"  # called behind all layers
+_LAST: Final = "loss_function"  # called after all layers
 
 
 class _Forward(NamedTuple):

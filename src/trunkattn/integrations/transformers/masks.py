@@ -89,7 +89,7 @@ def _check_last(q_offset: int | torch.Tensor | None, q_length: int, keys_end: in
     """Raises unless the last query belongs to the last key, as `flash_attention` assumes."""
     if isinstance(q_offset, torch.Tensor) or (q_offset is not None and q_offset + q_length != keys_end):
         raise ValueError(
-            f"the cache has room for keys behind the last query: attn_implementation={NAME!r} takes caches that grow; "
+            f"the cache has room for keys after the last query: attn_implementation={NAME!r} takes caches that grow; "
             "use a DynamicCache, or generate with another attention"
         )
 

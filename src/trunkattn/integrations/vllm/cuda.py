@@ -223,7 +223,7 @@ class TrunkAttentionCudaBuilder(DecodeBuilder, GroupBuilder):
         return DecodeRows(batch.block_table_tensor[:count], lens, batch.query_start_loc[: count + 1]), nothing_local
 
     def _plan(self, rows: DecodeRows, chunks: PromptChunks | None = None) -> PlansToRun:
-        """Plans of rows that decode, and behind them of prompt chunks."""
+        """Plans of rows that decode, and after them of prompt chunks."""
         found = super()._plan(rows, chunks)
         if chunks is not None:
             return found

@@ -214,7 +214,7 @@ class DecodeBuilder(LayerGroup, ABC):
             run_zeros(attention, plan, caches[spec], queries, return_lse=self.shares_requests)
 
     def _plan(self, rows: DecodeRows, chunks: PromptChunks | None = None) -> PlansToRun:
-        """Plans of rows that decode, and behind them of prompt chunks."""
+        """Plans of rows that decode, and after them of prompt chunks."""
         for spec, attention in self.attentions.items():
             window, into = spec.sliding_window, self._plans.get(spec)
             self._plans[spec] = attention.plan(*rows, sliding_window=window, into=into, chunks=chunks)

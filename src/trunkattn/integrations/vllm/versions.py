@@ -239,7 +239,7 @@ def split_cache(kv_cache: torch.Tensor, head_size: int, kv_dtype: torch.dtype) -
 
 
 def kv_cache_stride_order(with_layers: bool) -> tuple[int, ...]:
-    """The axes of `kv_cache_shape`, or of the same behind a layer axis, from the outermost in memory. Up to 0.28 vLLM
+    """The axes of `kv_cache_shape`, or of the same after a layer axis, from the outermost in memory. Up to 0.28 vLLM
     chooses one of two layouts for all back ends and asks each for this order; from 0.29 on it does not ask."""
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 

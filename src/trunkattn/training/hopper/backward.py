@@ -204,7 +204,7 @@ def write_gradients_kernel(
 
 @triton.jit
 def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
-    """Writes a block of sums over the parts, which lie one behind the other in memory."""
+    """Writes a block of sums over the parts, which lie one after the other in memory."""
     at = block.to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
     inside = at < numbers
     found = tl.load(parts + at, mask=inside)

@@ -58,7 +58,7 @@ class KeyTask(NamedTuple):
 
     Attributes:
         row: the sequence's place in the batch.
-        out_row: the row of dk and dv. The parts of a group lie one behind the other there.
+        out_row: the row of dk and dv. The parts of a group lie one after the other there.
         head: the first of the query heads.
         kv_head: their KV head.
         first: the first key, counted within the sequence.

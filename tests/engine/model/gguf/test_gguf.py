@@ -257,7 +257,7 @@ def test_a_tensor_that_is_not_behind_the_one_before_it_is_refused(tmp_path: Path
     offset = struct.unpack_from("<Q", content, at + 24)[0]
     struct.pack_into("<Q", content, at + 24, MOVED[how](offset))
     path.write_bytes(content)
-    message = f"blk.1.attn_output.weight begins at byte {MOVED[how](offset)} of the data: expected {offset}, behind"
+    message = f"blk.1.attn_output.weight begins at byte {MOVED[how](offset)} of the data: expected {offset}, after"
     with pytest.raises(ValueError, match=message) as caught:
         inspect_model(path)
     assert str(caught.value).startswith(f"model={str(path)!r}: its tensor")

@@ -84,7 +84,7 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises:
         ValueError: it is no GGUF file of version 2 or 3, it is cut off, or a tensor has an unknown type or does not lie
-            behind the one before it.
+            right after the one before it.
     """
     from gguf import GGML_QUANT_SIZES
 
@@ -123,9 +123,7 @@ def _parse(path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) ->
         if shape and shape[-1] % block:
             raise ValueError(f"its tensor {name} has rows of {shape[-1]} numbers: expected whole blocks of {block}")
         if offset != end:  # otherwise bytes would be two tensors' or none's, and the model another one
-            raise ValueError(
-                f"its tensor {name} begins at byte {offset} of the data: expected {end}, behind the others"
-            )
+            raise ValueError(f"its tensor {name} begins at byte {offset} of the data: expected {end}, after the others")
         tensors[name] = GgufTensor(shape, kind, start + offset, prod(shape) // block * block_bytes)
         if tensors[name].begin + tensors[name].num_bytes > len(data):
             raise ValueError(f"its tensor {name} is cut off")

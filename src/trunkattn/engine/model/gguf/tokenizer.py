@@ -128,7 +128,7 @@ def _splitter(name: str | None) -> Any:
 
 
 def _set_spaces(backend: Any, is_first: bool) -> None:
-    """Makes a SentencePiece tokenizer put a space before a text and behind each control or user-defined token in it, or
+    """Makes a SentencePiece tokenizer put a space before a text and after each control or user-defined token in it, or
     none if `is_first` is false. It does so even if a space is already there.
 
     transformers puts none before a text that begins with a space, nor within a text.
