@@ -16,10 +16,9 @@ from trunkattn.gpu.chunk_planner import ChunkPlanner
 from trunkattn.gpu.hopper import spec as hopper
 from trunkattn.gpu.kernel import Choice, Work, choose, kernel_named, portable_kernel
 from trunkattn.gpu.tiles import PrefillTile
-from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import op, spec
 from trunkattn.training.cudnn_trees import intervals
-from trunkattn.training.sequences import NO_TREE
+from trunkattn.training.sequences import Sequences
 
 
 def backend_of(attention: BatchAttention) -> Any:
@@ -86,10 +85,11 @@ def own_flash_attention(
 ) -> torch.Tensor:
     """`flash_attention` without the kernels that compute both passes at once. Inside `own_training_kernels`, those of
     this project compute each pass."""
-    tables = op.tables_of(tree=None if tree is None else tree.tables(q.device))
-    work = NO_TREE if tree is None else tree.work
-    switches = [int(causal or tree is not None), UNLIMITED, int(deterministic), *work]
-    return op.attention(q, k, v, None, *tables, switches, q.shape[-1] ** -0.5, 0.0)[0]
+    sequences = Sequences(causal, q.shape[-1] ** -0.5)
+    if tree is not None:
+        work = tree.work
+        sequences = replace(sequences, causal=True, tree=tree.tables(q.device), pairs=work.pairs, largest=work.largest)
+    return op.attention(q, k, v, *op.arguments_of(sequences, deterministic))[0]
 
 
 def training_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work) -> str:

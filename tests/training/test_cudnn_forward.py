@@ -10,7 +10,7 @@ from trunkattn.gpu.cards import ASSUMED, Card
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import cudnn_forward, op, torch_cudnn
 from trunkattn.training.hopper import forward as hopper
-from trunkattn.training.sequences import NO_TREE, Sequences
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import UNEVEN, TrainingConfig, refuses_cudnn_forward
 
 NAME = "cuDNN forward"
@@ -103,16 +103,15 @@ def test_outputs_and_sums(causal: bool, seqlen_k: int, monkeypatch: pytest.Monke
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As cuDNN's: heads first, and one more dim of the sums."""
         assert keeps_lse
-        switches = [int(causal), 2**31 - 1, 0, *NO_TREE]
         tensors = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-        out, lse = op.attention(*tensors, None, *op.tables_of(), switches, sm_scale, 0.0)
+        out, lse = op.attention(*tensors, *op.arguments_of(Sequences(causal, sm_scale)))
         return out.transpose(1, 2), lse[..., None]
 
     monkeypatch.setattr(torch_cudnn, "compute", elsewhere)
     torch.manual_seed(0)
     q, k = torch.randn(3, 9, 4, 8), torch.randn(3, seqlen_k, 2, 8)
     out, lse = cudnn_forward.forward(q, k, k, Sequences(causal, 0.3))
-    expected = op.attention(q, k, k, None, *op.tables_of(), [int(causal), 2**31 - 1, 0, *NO_TREE], 0.3, 0.0)
+    expected = op.attention(q, k, k, *op.arguments_of(Sequences(causal, 0.3)))
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 

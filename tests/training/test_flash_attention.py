@@ -13,10 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from trunkattn import PrefixTree, flash_attention
-from trunkattn.planner.work_list import UNLIMITED
-from trunkattn.training import cpu_blocks
-from trunkattn.training.op import tables_of
-from trunkattn.training.sequences import NO_TREE
+from trunkattn.training import cpu_blocks, op
 
 from ..attention.cases import fraction
 from .any_case import any_case
@@ -123,10 +120,8 @@ def test_lse_is_optional_and_of_the_shape_of_q() -> None:
 def test_the_operators_keep_what_torch_asks_of_them(case: TrainingCase) -> None:
     """Schema, fake tensors, autograd and tracing with dynamic shapes."""
     q, k, v = (tensor.clone().requires_grad_() for tensor in case.inputs[:3])
-    tables = tables_of(*case.cu_seqlens, tree=None if case.tree is None else case.tree.tables(q.device))
     sinks = None if case.sinks is None else case.sinks.clone().requires_grad_()
-    switches = [1, case.sliding_window or UNLIMITED, 1, *(NO_TREE if case.tree is None else case.tree.work)]
-    options = (sinks, *tables, switches, 0.3, case.soft_cap or 0.0)
+    options = op.arguments_of(replace(case.sequences, sinks=sinks), deterministic=True)
     torch.library.opcheck(torch.ops.trunkattn.flash_attention, (q, k, v, *options))
     out, lse = torch.ops.trunkattn.flash_attention(q, k, v, *options)
     saved = [tensor.detach() for tensor in (q, k, v, out, lse)]

@@ -13,7 +13,7 @@ from trunkattn import flash_attention
 from trunkattn.gpu.cards import ASSUMED, Card
 from trunkattn.gpu.kernel import Work, choose
 from trunkattn.training import flash_attention_4, op, spec
-from trunkattn.training.sequences import NO_TREE, Sequences
+from trunkattn.training.sequences import Sequences
 from trunkattn.training.spec import UNEVEN, TrainingConfig
 
 BF16 = torch.bfloat16
@@ -101,20 +101,17 @@ def test_a_configuration_tells_long_sequences_and_groups() -> None:
 def stand_in(calls: list[str]) -> ModuleType:
     """Its module: two functions, of its names and arguments, in float64 on a CPU."""
 
-    def switches(causal: bool) -> list[int]:
-        return [int(causal), 2**31 - 1, 0, *NO_TREE]
-
     def forward(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, return_lse: bool) -> tuple[Any, ...]:
         calls.append("forward")
         assert return_lse
         with own_training_kernels():
-            out, lse = op.attention(q, k, v, None, *op.tables_of(), switches(causal), softmax_scale, 0.0)
+            out, lse = op.attention(q, k, v, *op.arguments_of(Sequences(causal, softmax_scale)))
         return out, lse, None, None, None
 
     def backward(*tensors: Any, dlse: Any, causal: bool, **named: Any) -> tuple[Any, ...]:
         q, k, v, out, dout, lse = tensors
         calls.append(f"backward {named.pop('deterministic')}")
-        options = None, *op.tables_of(), switches(causal), named.pop("softmax_scale"), 0.0
+        options = op.arguments_of(Sequences(causal, named.pop("softmax_scale")))
         found = op._backward_cpu(dout, dlse, q, k, v, out, lse, *options)
         for name, gradient in zip(("dq", "dk", "dv"), found, strict=False):
             into = named.pop(name)

@@ -8,13 +8,12 @@ import torch
 
 from trunkattn.gpu.cards import card_at
 from trunkattn.gpu.kernel import Kernel, Work, choose
-from trunkattn.planner.work_list import UNLIMITED
 from trunkattn.training import spec
 from trunkattn.training.checks import DTYPES, Options, check, check_nested
 from trunkattn.training.cpu_blocks import Pair, sums_dtype
-from trunkattn.training.op import attention, tables_of
+from trunkattn.training.op import arguments_of, attention
 from trunkattn.training.prefix_tree import PrefixTree
-from trunkattn.training.sequences import NO_TREE
+from trunkattn.training.sequences import NO_TREE, Sequences
 
 # Arguments that may stand in the way of a kernel that computes both passes
 _NOT_IN_TREES: Final = ("sliding_window", "logits_soft_cap", "sinks", "deterministic")
@@ -99,21 +98,20 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
     if kernel is not None and kernel.source().reads(q, k, v, options.causal):
         found: torch.Tensor = kernel.source().attend(q, k, v, options.causal, sm_scale)
         return found
-    out, lse = attention(
-        q,
-        k,
-        v,
-        None if options.sinks is None else options.sinks.to(sums_dtype(q)),
-        *tables_of(options.cu_seqlens_q, options.cu_seqlens_k, tree),
-        [
-            int(options.causal or options.tree is not None),
-            int(options.sliding_window or UNLIMITED),
-            int(ordered),
-            *(NO_TREE if options.tree is None else options.tree.work),
-        ],
-        sm_scale,
-        float(options.logits_soft_cap or 0),
+    work = NO_TREE if options.tree is None else options.tree.work
+    sequences = Sequences(
+        causal=options.causal or options.tree is not None,
+        sm_scale=sm_scale,
+        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_k=options.cu_seqlens_k,
+        tree=tree,
+        sliding_window=options.sliding_window,
+        soft_cap=options.logits_soft_cap,
+        sinks=None if options.sinks is None else options.sinks.to(sums_dtype(q)),
+        pairs=work.pairs,
+        largest=work.largest,
     )
+    out, lse = attention(q, k, v, *arguments_of(sequences, ordered))
     return (out, lse.transpose(-1, -2)) if options.return_lse else out
 
 

@@ -4,7 +4,7 @@ On a GPU the kernels of the table compute; on a CPU blocks of PyTorch do. Ops ta
 no list of tensors, because then torch.autograd.grad could not pass batches of gradients (`is_grads_batched`) through
 them, and PyTorch would take longer to call them. So these arguments stand for lists and records:
 
-    table_0 to table_3: `tables_of`.
+    table_0 to table_3: cu_seqlens of queries and of keys for packed sequences, the `TreeTables` of a tree, else None.
     switches: causal, sliding_window (`UNLIMITED` for none), deterministic, and the two numbers of the `TreeWork`. The
         last three are for the backward pass.
     soft_cap: 0 for none.
@@ -32,15 +32,13 @@ from trunkattn.training import spec
 from trunkattn.training.cpu_blocks import CpuSequence, Pair, Triple, sums_dtype
 from trunkattn.training.sequences import Sequences, TreeTables
 
-Tables = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-
-def tables_of(
-    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, tree: TreeTables | None = None
-) -> Tables:
-    """The four tables of the ops: cu_seqlens of queries and of keys and two None for packed sequences, the tables of a
-    tree, or four None for a batch."""
-    return (cu_seqlens_q, cu_seqlens_k, None, None) if tree is None else tree
+def arguments_of(given: Sequences, deterministic: bool = False) -> tuple[Any, ...]:
+    """The last arguments of the ops for some sequences; `_options_of` reads them back."""
+    tables = (given.cu_seqlens_q, given.cu_seqlens_k, None, None) if given.tree is None else given.tree
+    window = int(given.sliding_window or UNLIMITED)
+    switches = [int(given.causal), window, int(deterministic), given.pairs, given.largest]
+    return given.sinks, *tables, switches, given.sm_scale, float(given.soft_cap or 0)
 
 
 def _options_of(sinks: torch.Tensor | None, *options: Any) -> tuple[Sequences, bool]:
