@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from trunkattn.engine.forms.structured_output import StructuredOutputs
 from trunkattn.engine.sampling.logits import LogitsRules
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduling.request import PromptTooLong
@@ -34,15 +33,14 @@ class RequestChecks:
     Args:
         limits: the model's.
         tokenizer: a transformers tokenizer, or None.
+
+    Attributes:
+        structured_outputs: the compiled forms of answers.
     """
 
     def __init__(self, limits: ModelLimits, tokenizer: Any | None) -> None:
         self._limits, self._token_rules = limits, TokenRules(limits, tokenizer)
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs:
-        """The compiled forms of answers."""
-        return self._token_rules.structured_outputs
+        self.structured_outputs = self._token_rules.structured_outputs
 
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str, rules: LogitsRules | None

@@ -13,7 +13,6 @@ import torch
 from trunkattn.engine.answers.answers import RequestAnswers
 from trunkattn.engine.answers.token_bytes import TokenBytes
 from trunkattn.engine.checked_request import CheckedRequest, RequestChecks
-from trunkattn.engine.forms.structured_output import StructuredOutputs
 from trunkattn.engine.outputs import RequestOutput
 from trunkattn.engine.runner import StepReads
 from trunkattn.engine.sampling.logits import LogitsRules
@@ -55,6 +54,9 @@ class Engine:
         seed: the seed of requests without one of their own; None: their answers differ from run to run.
         limited_threads: makes the context in which each step is computed, such as `ThreadLimit().applied` on a CPU.
 
+    Attributes:
+        structured_outputs: the compiled forms of answers. Any thread may use it.
+
     Example:
         >>> engine = LLM("path/to/model").engine  # doctest: +SKIP
         >>> engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))  # doctest: +SKIP
@@ -78,6 +80,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
         self._checks = RequestChecks(limits, tokenizer)
+        self.structured_outputs = self._checks.structured_outputs
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
         self._num_arrivals = 0
@@ -120,11 +123,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: later requests compute their prompts from the first token."""
         self.scheduler.cache.reset_prefix_cache()
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs:
-        """The compiled forms of answers. Any thread may use it."""
-        return self._checks.structured_outputs
 
     def check_request(
         self,
@@ -266,8 +264,8 @@ class Engine:
         return outputs
 
     def blame(self, error: Exception) -> list[RequestOutput]:
-        """The output of the request that caused a step to fail, which ends with the error; none yet if
-        there are several it could be. The next steps then compute fewer of them at a time, and no other request.
+        """The output of the request that caused a step to fail, which ends with the error. It is empty while several
+        requests may have caused it: the next steps then compute fewer of them at a time, and no other request.
 
         Args:
             error: what `step` raised.

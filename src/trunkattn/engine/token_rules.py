@@ -36,17 +36,15 @@ class TokenRules:
     Args:
         limits: the model's.
         tokenizer: a transformers tokenizer, or None.
+
+    Attributes:
+        structured_outputs: the compiled forms of answers.
     """
 
     def __init__(self, limits: ModelLimits, tokenizer: Any | None) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._structured_outputs = StructuredOutputs(tokenizer, limits.vocab_size, limits.eos_token_ids)
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs:
-        """The compiled forms."""
-        return self._structured_outputs
+        self.structured_outputs = StructuredOutputs(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def check(self, params: SamplingParams) -> LogitsRules:
         """What the parameters do to logits, for every answer of a request: bad words as tokens, the form compiled.
@@ -75,7 +73,7 @@ class TokenRules:
         rules = LogitsRules((*eos, *params.stop_ids), self._bad_words(params.bad_words), allowed)
         if params.structured_outputs is None:
             return rules
-        grammar = self._structured_outputs.start(params.structured_outputs)
+        grammar = self.structured_outputs.start(params.structured_outputs)
         self._check_first_token(grammar, params, allowed)
         return replace(rules, grammar=grammar)
 
