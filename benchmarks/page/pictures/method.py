@@ -162,9 +162,7 @@ def cost_model() -> Drawing:
     return curves(
         "Time of a layer, µs, by the formulas on this page",
         found,
-        Axis(
-            [math.log2(n) for n in requests], [str(n) for n in requests], "requests that share 4,096 tokens"
-        ),
+        Axis([math.log2(n) for n in requests], [str(n) for n in requests], "requests that share 4,096 tokens"),
         (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000),
         "Llama-3-8B's heads, 128 tokens per request, 3 TB/s and 700 TFLOP/s. A single request shares nothing: its "
         "prediction lies above both curves of memory by the 5 µs of launches.",
