@@ -96,6 +96,14 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ),
     ("cu_seqlens_k ends with 1: expected 2, the", lambda: formats.from_paths([0, 1], [0, 1], [0, 1])),
     ("cu_seqlens_k[1]=1: expected a path that holds its segment", lambda: formats.from_paths([0], [0, 2], [0, 1])),
+    (
+        "cu_seqlens_k[1]=2: expected 1, as nothing is above the first segment",
+        lambda: formats.from_paths([0, 1], [0, 1], [0, 2]),
+    ),
+    (  # the paths end to end are right, and begin elsewhere
+        "cu_seqlens_k[2]=4: expected 5, the end of the segment's path",
+        lambda: formats.from_paths([0, 1, 0, 1, 2, 0, 1, 3], [0, 2, 3, 4], [0, 2, 4, 8]),
+    ),
     ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
     ("group_info[0][0]=0: expected an integer of at least 1", lambda: formats.from_group_info([[0, 1]])),

@@ -30,8 +30,10 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
     lengths, above = np.diff(starts), np.diff(ends) - np.diff(starts)
     parents = []
     for segment, (rest, first) in enumerate(zip(above.tolist(), ends.tolist(), strict=False)):
-        if rest < 0:
-            raise ValueError(f"cu_seqlens_k[{segment + 1}]={ends[segment + 1]}: expected a path that holds its segment")
+        if rest < 0 or (rest and not segment):
+            of_first = f"{lengths[0]}, as nothing is above the first segment"
+            expected = of_first if segment == 0 < rest else "a path that holds its segment"
+            raise ValueError(f"cu_seqlens_k[{segment + 1}]={ends[segment + 1]}: expected {expected}")
         last = int(index[first + rest - 1]) if rest else -1
         if rest and not 0 <= last < starts[segment]:
             raise ValueError(
@@ -43,8 +45,10 @@ def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> 
         tree = PrefixTree.from_segments(parents, lengths.tolist())
     except ValueError as error:  # segments that are not in depth-first pre-order
         raise ValueError(other) from error
-    if not np.array_equal(np.concatenate([path for _, path in tree.paths(range(len(parents)))]), index):
+    paths, _, bounds = to_paths(tree)
+    if not np.array_equal(paths, index):
         raise ValueError(other)
+    check_equal("cu_seqlens_k", ends, bounds.numpy(), "the end of the segment's path")
     return tree
 
 
