@@ -189,20 +189,21 @@ class Prices:
             priced: its tokens, and its tokens with each shared one counted once.
             tokens, unique_tokens: [steps] the same numbers for each of the other steps.
         """
-        priced_tokens, priced_unique = priced
-        launches_us = self.shape.num_layers * self.times.flash_us
-        fixed_us, shared_fixed_us = min(launches_us, times.one_by_one_us), min(launches_us, times.shared_us)
-        more, unique_more = tokens / max(1, priced_tokens), unique_tokens / max(1, priced_unique)
-        read_share = priced_unique / max(1, priced_tokens) / 2  # of the time that follows what leaves memory
-        one_by_one = fixed_us + (times.one_by_one_us - fixed_us) * (more * (1 - read_share) + unique_more * read_share)
-        return one_by_one, shared_fixed_us + (times.shared_us - shared_fixed_us) * unique_more
+        priced_tokens, priced_unique = max(1, priced[0]), max(1, priced[1])
+        launch_us = self.times.flash_us
+        fixed_us, shared_fixed_us = (min(self.shape.num_layers * launch_us, each) for each in times)
+        more = self.flash_us(tokens, unique_tokens) - launch_us
+        more /= self.flash_us(priced_tokens, priced_unique) - launch_us
+        one_by_one = fixed_us + (times.one_by_one_us - fixed_us) * more
+        return one_by_one, shared_fixed_us + (times.shared_us - shared_fixed_us) * (unique_tokens / priced_unique)
 
     def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
         """FlashAttention of one layer, in µs. tokens: sum over the sequences of the tokens that each sees;
         unique_tokens: the same with each shared token counted once."""
-        numbers = self.rule.head_bytes * self.rule.num_kv_heads / self._number_bytes
-        read_us = unique_tokens * numbers * self._number_bytes / self.times.flash_bytes_per_us
-        return self.times.flash_us + read_us + tokens * numbers * 2 / self.times.flash_keys_per_us
+        times, token_bytes = self.times, self.rule.head_bytes * self.rule.num_kv_heads
+        wide_bytes = token_bytes * 2 / NUMBER_BYTES[self.kv_cache_dtype]  # of a token's numbers, if each had 16 bits
+        read_us = unique_tokens * token_bytes / times.flash_bytes_per_us
+        return times.flash_us + read_us + tokens * wide_bytes / times.flash_keys_per_us
 
     def other_us(self, num_sequences: int, num_decodes: int, num_prompt_tokens: int = 0) -> float:
         """A step without its attention, in µs: the sum of `other`, with the same arguments."""
@@ -238,20 +239,13 @@ class Prices:
             return 0.0
         return 2 * num_tokens * self.shape.hidden_size * 2 / _LINK_BYTES_PER_US
 
-    @property
-    def _number_bytes(self) -> int:
-        return NUMBER_BYTES[self.kv_cache_dtype]
-
 
 def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:
     """Number of tokens that the sequences of a decode step see, each shared token counted once."""
     forest = batch.forest
-    if window == UNLIMITED:
+    if window == UNLIMITED or not len(forest.order):
         return int((forest.token_end - forest.token_start).sum())
-    lens = batch.seq_lens[forest.order]
-    longest_start = np.maximum(lens - window, 0)
-    if not len(lens):
-        return 0
+    longest_start = np.maximum(batch.seq_lens[forest.order] - window, 0)
     ranges = np.stack([forest.row_start, forest.row_end], axis=1).ravel()
     first = np.minimum.reduceat(np.append(longest_start, UNLIMITED), ranges)[::2]
     return int(np.maximum(forest.token_end - np.maximum(forest.token_start, first), 0).sum())
