@@ -136,6 +136,8 @@ def test_stale_columns_are_ignored() -> None:
     batch = make_batch([[1, 2, 7, 8], [1, 3, 7, 8], [1, 2, 7, -1]], seq_lens=[2, 2, 2])
     clean = make_batch([[1, 2], [1, 3], [1, 2]])
     assert_same(forest_of(batch), forest_of(clean))
+    after_longer_rows = make_batch([[1, 2, 3], [1, 2, 4], [1, 2, 5]], seq_lens=[3, 3, 1])
+    assert_same(forest_of(after_longer_rows), forest_of(make_batch([[1, 2, 3], [1, 2, 4], [1]])))
 
 
 def test_rows_without_a_query_are_left_out() -> None:

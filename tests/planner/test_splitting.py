@@ -48,6 +48,8 @@ def test_the_rule_follows_from_attention_and_device() -> None:
     found = split_rule(slow, narrow, 1, 32, 0)
     assert found.row_bytes == 1, "arithmetic is never free"
     assert found.partial_bytes == 3 * (16 + 1) * 4 * 2
+    scheduled = split_rule(replace(device, by_schedule=True, merge_bytes=240_000), narrow, 1, 32, 0)
+    assert (scheduled.by_schedule, scheduled.merge_bytes) == (True, 240_000)
 
 
 def test_no_split_is_longer_than_the_mean() -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -50,7 +50,22 @@ def test_group_ids_say_what_arts_mask_reads_in_them(tree: PrefixTree) -> None:
 def test_paths_of_a_small_tree_are_as_by_hand() -> None:
     found = [tensor.tolist() for tensor in formats.to_paths(DEEP)]
     assert found == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5], [0, 2, 3, 4, 6], [0, 2, 5, 9, 13]]
-    assert [tensor.dtype for tensor in formats.to_paths(DEEP)] == [torch.int64, torch.int32, torch.int32]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "dtypes"),
+    [
+        (formats.to_paths(DEEP), [torch.int64, torch.int32, torch.int32]),
+        ([formats.to_subtree_ranges(DEEP)], [torch.int32]),
+        (formats.to_group_ids(ONE_LEVEL), [torch.int64] * 2),
+        (formats.to_tree_segments(DEEP), [torch.int32] * 4 + [torch.int64]),
+        (ONE_LEVEL.pack()[1:], [torch.int64, torch.int64, torch.float32]),
+        (ONE_LEVEL.pack([[1] * len(own) for own in ONE_LEVEL.sequence_indices()])[3:], [torch.float32]),
+    ],
+    ids=["TRL", "AReaL", "ART", "Megatron", "packed", "packed with weights"],
+)
+def test_tensors_have_the_dtypes_that_are_said(tensors: Sequence[torch.Tensor], dtypes: list[torch.dtype]) -> None:
+    assert [tensor.dtype for tensor in tensors] == dtypes
 
 
 def test_groups_may_have_padding() -> None:
