@@ -80,6 +80,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": MESSAGES, "stream_options": {}, "stream": False}, "stream_options", "expected stream=true"),
     (COMPLETE, {"prompt": "x", "seed": 1 << 63}, "seed", "expected an integer from -9223372036854775808"),
     (COMPLETE, {"prompt": "\ud83d"}, "prompt", "expected Unicode text, and character 0"),
+    (COMPLETE, {"prompt": "x", "stop": "\ud83d"}, "stop", "expected Unicode text, and this has half of a surrogate"),
     (
         COMPLETE,
         {"prompt": "x", "structured_outputs": {"regex": "a"}, "min_tokens": 5},
@@ -210,6 +211,12 @@ def test_a_body_that_is_no_object(server: Server, body: bytes, message: str) -> 
     headers = {"Content-Type": "application/json"}
     response = httpx.post(f"{server.url}{COMPLETE}", content=body, headers=headers, timeout=PATIENCE)
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(server: Server) -> None:
+    """As editors and PowerShell write files."""
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "trunk"}).encode()
+    assert httpx.post(f"{server.url}/tokenize", content=body, timeout=PATIENCE).json()["count"] == 5
 
 
 @pytest.mark.parametrize(

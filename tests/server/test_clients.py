@@ -107,6 +107,13 @@ def open_server(start_server: Callable[..., Server]) -> Server:
     return start_server(allowed_origins=("https://example.org",), api_keys=("key",), max_body_bytes=1000)
 
 
+def test_a_page_of_an_allowed_origin_may_call_a_server_at_home(open_server: Server) -> None:
+    asked = {"Method": "POST", "Headers": "authorization,content-type", "Private-Network": "true"}
+    headers = {"Origin": "https://example.org"} | {f"Access-Control-Request-{name}": asked[name] for name in asked}
+    answer = httpx.options(f"{open_server.url}/v1/completions", headers=headers, timeout=PATIENCE)
+    assert answer.status_code == 200 and answer.headers.get("access-control-allow-private-network") == "true"
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 415, 429, 500, 503])
 def test_a_page_of_an_allowed_origin_may_read_every_error(
     open_server: Server, monkeypatch: pytest.MonkeyPatch, status: int

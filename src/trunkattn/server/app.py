@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
+from inspect import signature
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -108,12 +109,16 @@ def _add_middleware(app: FastAPI, options: ServerOptions, metrics: Metrics) -> N
     app.add_middleware(RequireKey, api_keys=options.api_keys)
     app.add_middleware(AnswerErrors)
     if options.allowed_origins:
+        # Browsers ask before a page of the internet calls a server at home. An older Starlette lets them pass.
+        is_known = "allow_private_network" in signature(CORSMiddleware).parameters
+        private: Any = {"allow_private_network": True} if is_known else {}
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=_EXPOSED,
+            **private,
         )
     app.add_middleware(CheckHost, options=options)
     app.add_middleware(ReadTarget)

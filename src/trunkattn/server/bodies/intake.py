@@ -34,7 +34,7 @@ def read_body(raw: bytes, model: type[AnyBody], reading: Reading) -> AnyBody:
         raise BadRequest("the body is missing: expected a JSON object")
     _check_size(raw, model.most_values)
     try:
-        given = json.loads(raw.decode(), parse_constant=_no_constant)
+        given = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
     except RecursionError:
         raise BadRequest(f"the body is nested too deeply: expected at most {LIMITS.depth} levels") from None
     except ValueError as error:
@@ -85,6 +85,8 @@ def _first(error: ValidationError) -> BadRequest:
         return BadRequest(message, name)
     if kind == "too_short":
         reason = "expected at least one item"
+    if kind == "string_unicode":
+        reason = "expected Unicode text, and this has half of a surrogate pair"
     if kind == "string_too_short":
         reason = "expected a text that is not empty"
     return BadRequest(f"{name or 'the body'}={shown(first['input'])}: {reason[:1].lower()}{reason[1:]}", name or None)
