@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trunkattn.engine.config import SCHEDULER_POLICIES
 from trunkattn.engine.sampling_params import SamplingParams
+from trunkattn.engine.scheduling.pages_in_flight import PagesInFlight
 from trunkattn.engine.scheduling.request import Request
-from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledChunk
 from trunkattn.engine.scheduling.scheduler import POLICIES, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
@@ -199,6 +202,21 @@ def test_equal_pages_after_different_prefixes_do_not_wait() -> None:
     scheduler.add(second)
     assert lengths(step(scheduler)) == [7, 3], "the first one fills the page of fives from token 8 on"
     finish_all(scheduler)
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(lambda pages: [one for one in pages for _ in "four"])
+
+
+@given(computing=st.lists(st.tuples(TEXTS, st.integers(0, 15)), max_size=6), waiting=TEXTS)
+def test_who_waits_has_begun_like_one_that_computes(computing: list[tuple[list[int], int]], waiting: list[int]) -> None:
+    """The texts have few kinds of pages, so that those that begin otherwise have equal ones in the same places."""
+    in_flight, request, wanted = PagesInFlight(CacheManager(100, PAGE_SIZE)), make_request(waiting), False
+    for text, start in computing:
+        start = min(start, len(text) - 1)
+        in_flight.add(ScheduledChunk(make_request(text), start, 1))
+        end = start - start % PAGE_SIZE + PAGE_SIZE
+        wanted |= end < len(waiting) and text[:end] == waiting[:end]
+    assert in_flight.holds_next_page_of(request) == wanted
 
 
 def test_nobody_waits_for_a_page_that_holds_the_last_token() -> None:

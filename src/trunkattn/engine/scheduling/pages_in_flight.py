@@ -18,13 +18,15 @@ class PagesInFlight:
 
     def __init__(self, cache: CacheManager) -> None:
         self._index, self._page_size = cache.index, cache.page_size
-        self._requests: dict[int, dict[Hashable, Request]] = {}  # first token of page -> salt and tokens -> request
+        # First token of page -> salt and tokens -> requests: texts that begin otherwise may have equal pages.
+        self._requests: dict[int, dict[Hashable, list[Request]]] = {}
 
     def add(self, chunk: ScheduledChunk) -> None:
         """Adds the first page that the chunk computes."""
         first = chunk.start - chunk.start % self._page_size
         if first + self._page_size <= chunk.request.num_tokens:
-            self._requests.setdefault(first, {})[self._page(chunk.request, first)] = chunk.request
+            requests = self._requests.setdefault(first, {})
+            requests.setdefault(self._page(chunk.request, first), []).append(chunk.request)
 
     def holds_next_page_of(self, request: Request) -> bool:
         """Whether a scheduled sequence with the same tokens so far fills a page that `request` could reuse."""
@@ -32,8 +34,8 @@ class PagesInFlight:
             end = first + self._page_size
             if end >= request.num_tokens:  # each request computes its own last token
                 continue
-            other = requests.get(self._page(request, first))
-            if other is not None and other.token_ids[:first] == request.token_ids[:first]:
+            others = requests.get(self._page(request, first), ())
+            if any(other.token_ids[:first] == request.token_ids[:first] for other in others):
                 cached = self._index.match(request.token_ids[:end], request.cache_salt)
                 if len(cached) * self._page_size < end:
                     return True
