@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trunkattn.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from trunkattn.server import app
@@ -19,7 +21,7 @@ from trunkattn.server.endpoints.call_schemas import calls_schema
 from trunkattn.server.endpoints.chat import Chat
 from trunkattn.server.endpoints.streaming import _SLICE, write_json
 from trunkattn.server.errors import BadRequest
-from trunkattn.server.lanes import Lanes, Pace, Pause
+from trunkattn.server.lanes import Lanes, Pace, Pause, Pauses
 from trunkattn.server.service import Caller
 
 from .conftest import Server
@@ -34,7 +36,8 @@ class Times:
         self.computed = self.monotonic = 0.0
         self.pieces: list[float] = [0.0]  # computed between two pauses
         self.pauses: list[float] = []
-        self.pace = Pace(lambda: self.computed, lambda: self.monotonic, self.sleep)
+        self.of_all = Pauses(lambda: self.monotonic)
+        self.pace = Pace(self.of_all, lambda: self.computed, self.sleep)
 
     def work(self, seconds: float) -> None:
         self.computed += seconds
@@ -73,7 +76,7 @@ def test_the_next_piece_begins_after_a_rest_and_who_comes_later_waits_for_nothin
         times.work(0.02)
     assert times.pauses == [], "the result of the work is there at once"
     with times.pace.kept():
-        assert times.pauses == [pytest.approx(0.02)]
+        assert times.pauses == [pytest.approx(RATIO * 0.02)]
         times.work(0.02)
     times.monotonic += 100.0
     with times.pace.kept():
@@ -85,7 +88,33 @@ def test_short_pieces_count_together() -> None:
     for _ in range(60):
         with times.pace.kept():
             times.work(0.001)
-    assert max(times.pieces) <= SLICE + 0.002 and sum(times.pauses) >= 0.05 - 0.001
+    assert max(times.pieces) <= SLICE + 0.002 and sum(times.pauses) >= RATIO * 0.05 - 0.001
+
+
+@given(turns=st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 0.05)), min_size=1, max_size=50))
+def test_several_threads_rest_as_long_as_one_would(turns: list[tuple[int, float]]) -> None:
+    """All of them compute at the same time, and each goes on when its own pause has ended."""
+    now = 0.0
+    of_all = Pauses(lambda: now)
+    clocks, ready = [0.0] * 4, [0.0] * 4
+    paces = [Pace(of_all, lambda at=at: clocks[at], lambda seconds: None) for at in range(4)]
+    for at, seconds in turns:
+        now = max(now, ready[at]) + seconds
+        clocks[at] += seconds
+        paces[at].pause()
+        ready[at] = of_all._end
+    rested, computed = of_all._end, sum(clocks)
+    assert rested >= RATIO * (computed - 4 * SLICE)
+
+
+def test_the_first_piece_of_a_thread_waits_for_no_other() -> None:
+    times = Times()
+    times.of_all.add(10.0)
+    with times.pace.kept():
+        times.work(0.02)
+    assert times.pauses == []
+    with times.pace.kept():
+        assert times.pauses == [pytest.approx(10.0 - 0.02 + RATIO * 0.02)]
 
 
 def test_an_error_ends_the_work_alone() -> None:
@@ -98,7 +127,7 @@ def test_an_error_ends_the_work_alone() -> None:
                 found.append(error)
         return found
 
-    lanes = Lanes("test")
+    lanes = Lanes("test", Pauses())
     error, thread = asyncio.run(run())
     lanes.close()
     assert isinstance(error, ZeroDivisionError) and thread.name.startswith("trunkattn-test-short")
@@ -109,10 +138,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     count = 0
     due = Pace._due
 
-    def counted(self: Pace, ratio: int) -> float:
+    def counted(self: Pace) -> float:
         nonlocal count
         count += 1
-        return due(self, ratio)
+        return due(self)
 
     monkeypatch.setattr(Pace, "_due", counted)
     return lambda: count

@@ -28,7 +28,7 @@ _LOG: Final = logging.getLogger(__name__)
 _KEY_VARIABLE: Final = "TRUNKATTN_API_KEY"
 # How long another thread may hold Python's lock while the engine waits for it. The engine releases the lock in every
 # operation of torch, so with Python's default one busy thread makes a step many times as long.
-_SWITCH_SECONDS: Final = 0.0005
+_SWITCH_SECONDS: Final = 0.0001
 
 
 def run_serve(options: ServeOptions) -> None:

@@ -1,6 +1,7 @@
 """Threads for work whose time grows with a request, so that neither the event loop nor the engine does it."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,35 @@ Pause = Callable[[], None]
 
 _SHORT: Final = 64 << 10  # bytes or characters of a short piece of work
 _SLICE_S: Final = 0.005  # processor time between two pauses
-_PAUSE_RATIO: Final = 3  # within its work a thread pauses this many times as long as it has computed
+_PAUSE_RATIO: Final = 3  # a thread pauses this many times as long as it has computed
 _LONGEST_PAUSE_S: Final = 0.25  # longer than a step of the engine
 
 
 def no_pause() -> None:
     """Returns at once: the pause of short work."""
+
+
+class Pauses:
+    """The pauses of several threads, one after the other, so that all of them together compute no more than one would.
+
+    Args:
+        now: seconds of the monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._end = 0.0  # of all pauses so far
+
+    def add(self, seconds: float) -> float:
+        """The time at which one more pause ends, which begins when the others have ended."""
+        with self._lock:
+            self._end = max(self._end, self._now()) + seconds
+            return self._end
+
+    def left(self, end: float) -> float:
+        """Seconds until a pause ends."""
+        return max(0.0, end - self._now())
 
 
 class Pace:
@@ -28,51 +52,57 @@ class Pace:
     Python, the engine waits for the lock after each of them, so the step takes longer by the time of that thread.
 
     Args:
+        pauses: those of all threads beside the engine.
         clock: processor seconds of the thread.
-        now: seconds of the monotonic clock.
         sleep: waits.
     """
 
     def __init__(
         self,
+        pauses: Pauses,
         clock: Callable[[], float] = time.thread_time,
-        now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._clock, self._now, self._sleep = clock, now, sleep
+        self._pauses, self._clock, self._sleep = pauses, clock, sleep
         self._free_at = 0.0  # time at which the next piece of work may begin
         self._computed = 0.0  # time of the last pause on the thread's clock
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context of a piece of work. It first waits as long as the piece before it took."""
-        self._sleep(max(0.0, self._free_at - self._now()))
+        """Context of a piece of work. It first waits until the pause for the thread's last piece has ended."""
+        self._sleep(self._pauses.left(self._free_at))
         try:
             yield
         finally:
-            self._free_at = self._now() + self._due(1)
+            if seconds := self._due():
+                self._free_at = self._pauses.add(seconds)
 
     def pause(self) -> None:
         """Waits if the thread has computed for some milliseconds since its last pause."""
-        if seconds := self._due(_PAUSE_RATIO):
-            self._sleep(seconds)
+        if seconds := self._due():
+            self._sleep(self._pauses.left(self._pauses.add(seconds)))
 
-    def _due(self, ratio: int) -> float:
-        """Seconds of a pause that is `ratio` times as long as the thread has computed; 0 if that is only a moment."""
+    def _due(self) -> float:
+        """Seconds of the pause for what the thread has computed; 0 if that is only a moment."""
         computed = self._clock()
         taken = computed - self._computed
         if taken < _SLICE_S:
             return 0.0
         self._computed = computed
-        return min(ratio * taken, _LONGEST_PAUSE_S)
+        return min(_PAUSE_RATIO * taken, _LONGEST_PAUSE_S)
 
 
 class Lanes:
-    """Two threads, each with its own queue, so that short work never waits for long work. Both pause (`Pace`)."""
+    """Two threads, each with its own queue, so that short work never waits for long work. Both pause (`Pace`).
 
-    def __init__(self, name: str) -> None:
-        self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace()
-        self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace()
+    Args:
+        name: of the threads.
+        pauses: those of all threads beside the engine.
+    """
+
+    def __init__(self, name: str, pauses: Pauses) -> None:
+        self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace(pauses)
+        self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace(pauses)
 
     async def run(self, size: int, work: Callable[[Pause], Result]) -> Result:
         """Returns the result of some work.

@@ -17,7 +17,7 @@ from trunkattn.server.bodies.intake import AnyBody, read_body
 from trunkattn.server.engine_loop import EngineLoop, Submission
 from trunkattn.server.errors import AnswerFailed, BadRequest, bad_request, param_of
 from trunkattn.server.forms.trial import FormTrial
-from trunkattn.server.lanes import Lanes, Pause, no_pause
+from trunkattn.server.lanes import Lanes, Pause, Pauses, no_pause
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.merged_streams import merged
 from trunkattn.server.monitoring.log_lines import request_line
@@ -71,10 +71,11 @@ class Service:
     def __init__(self, llm: LLM, loop: EngineLoop, options: ServerOptions, metrics: Metrics) -> None:
         self.llm, self.loop, self.options, self.metrics = llm, loop, options, metrics
         self.admission = Admission(loop)
-        self.lanes = Lanes("texts")
+        pauses = Pauses()
+        self.lanes = Lanes("texts", pauses)
         self.tokenization = Tokenization(llm, options, self.lanes)
         self.sampling = SamplingReader(llm, options)
-        self._compiling = Lanes("forms")
+        self._compiling = Lanes("forms", pauses)
         self._trial = FormTrial(llm.engine.structured_outputs, self._compiling, LIMITS)
         self.model_created = int(llm.info.files.path.stat().st_mtime)
 

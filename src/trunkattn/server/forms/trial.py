@@ -99,7 +99,7 @@ class FormTrial:
         self._end(worker)
         tokenizer, num_tokens, eos = await asyncio.to_thread(self._forms.tokenizer_source)
         worker = await asyncio.create_subprocess_exec(
-            sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
         )
         self._processes.add(worker)
         limits = self._limits

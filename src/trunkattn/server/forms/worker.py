@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 STACK_BYTES = 2 << 20  # less than any thread of the server has: what compiles here overflows no stack there
-NICENESS = 10
+NICENESS = 5
 WALK_TOKENS = 24
 
 
@@ -88,6 +89,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server too, which ends this process
     os.nice(NICENESS)
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=serve)
