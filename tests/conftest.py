@@ -1,8 +1,10 @@
-"""Hypothesis profiles: `ci` repeats the same examples in every run, `fuzz` looks for new ones (`make fuzz`)."""
+"""Hypothesis profiles: `ci` repeats the same examples in every run, `fuzz` looks for new ones (`make fuzz`). Random
+tensors are the same in every run, too."""
 
 import os
 from importlib.util import find_spec
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -21,3 +23,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # vLLM fo
     from tests import fast_interpreter
 
     fast_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_tensors() -> None:
+    """A test's numbers do not depend on the tests that its process has run before."""
+    torch.manual_seed(7919)  # no test's own seed, whose tensors would be the same

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path, PurePosixPath
 
 import pytest
+import torch
 
 from tests.imports import imported_names
 
@@ -61,3 +62,9 @@ def test_an_imported_test_is_found() -> None:
 )
 def test_a_changed_clock_is_found(source: str, is_found: bool) -> None:
     assert bool(changed_clocks(PurePosixPath("tests/test_x.py"), source)) is is_found
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_a_test_draws_its_tensors_from_the_beginning(time: str) -> None:
+    anew = torch.Generator().manual_seed(torch.initial_seed())
+    assert torch.equal(torch.rand(4), torch.rand(4, generator=anew)), time
