@@ -61,7 +61,7 @@ def _hostile() -> str:
     alone, longest = _by_pause(rows)
     text = f"""A hostile client sends {len(longest)} kinds of what could stop, slow or fill a server, three requests
 of a kind at once, beside a stream of answers. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and
-beside the client for at most 0.5 s in {_short(longest)} of the kinds. All of its answers are equal, and the server's
+beside the client for at most 0.5 s in {_short(longest)}. All of its answers are equal, and the server's
 memory reaches {max(row["memory_mb"] for row in rows):,.0f} MB. The longest pauses, with the longest times of `/health`
 meanwhile:
 
@@ -75,7 +75,7 @@ meanwhile:
 
 The same with the model on an {found["card"]}, whose host of {found["device"].rpartition(", ")[2]} also runs the
 hostile client. By itself the stream pauses for up to {alone["pause_s"]:.2f} s, and beside the client for at most 0.5 s
-in {_short(longest)} of {len(longest)} kinds:
+in {_short(longest)}:
 
 {_pauses(longest)}
 
@@ -83,9 +83,10 @@ in {_short(longest)} of {len(longest)} kinds:
     return text
 
 
-def _short(rows: list[dict[str, Any]]) -> int:
-    """How many pauses are short enough."""
-    return sum(row["pause_s"] <= 0.5 for row in rows)
+def _short(rows: list[dict[str, Any]]) -> str:
+    """In how many kinds the pauses are short enough."""
+    found = sum(row["pause_s"] <= 0.5 for row in rows)
+    return "all of them" if found == len(rows) else f"{found} of the {len(rows)} kinds"
 
 
 def _by_pause(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
