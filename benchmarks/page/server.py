@@ -84,7 +84,7 @@ in {_short(longest)}:
 
 
 def _short(rows: list[dict[str, Any]]) -> str:
-    """In how many kinds the pauses are short enough."""
+    """How many kinds have short enough pauses, in words."""
     found = sum(row["pause_s"] <= 0.5 for row in rows)
     return "all of them" if found == len(rows) else f"{found} of the {len(rows)} kinds"
 
