@@ -9,7 +9,6 @@ import json
 import os
 import random
 import resource
-import signal
 import sys
 import threading
 import time
@@ -89,7 +88,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server too, which ends this process
+    os.setpgrp()  # signals to the server's group are for the server, which lets answers end and then ends this process
     os.nice(NICENESS)
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=serve)
