@@ -23,7 +23,9 @@ def no_pause() -> None:
 
 
 class Pauses:
-    """The pauses of several threads, one after the other, so that all of them together compute no more than one would.
+    """The pauses of several threads, one after the other, so that all of them together compute a third of the time.
+
+    A thread has at most one pause at a time, so none waits for longer than `_LONGEST_PAUSE_S` for each of the threads.
 
     Args:
         now: seconds of the monotonic clock.
@@ -52,7 +54,7 @@ class Pace:
     Python, the engine waits for the lock after each of them, so the step takes longer by the time of that thread.
 
     Args:
-        pauses: those of all threads beside the engine.
+        pauses: those of all threads that take turns with this one.
         clock: processor seconds of the thread.
         sleep: waits.
     """
@@ -93,11 +95,11 @@ class Pace:
 
 
 class Lanes:
-    """Two threads, each with its own queue, so that short work never waits for long work. Both pause (`Pace`).
+    """Two threads, each with its own queue, so that short work waits for pauses of long work, and never for its end.
 
     Args:
         name: of the threads.
-        pauses: those of all threads beside the engine.
+        pauses: those of all threads that take turns with these.
     """
 
     def __init__(self, name: str, pauses: Pauses) -> None:

@@ -27,7 +27,7 @@ from trunkattn.names import POLICIES
 from trunkattn.validate import check_int
 
 MOST_THREADS = 4096
-STEP_SECONDS: Final = 0.15  # of a server's step; with what else it waits for, a stream pauses for less than twice that
+STEP_SECONDS: Final = 0.15  # of a server's step; a stream pauses for longer by what else it waits for
 LEAST_DEMO_TOKENS = 8  # with fewer no step has every customer decoding
 
 
