@@ -1,4 +1,4 @@
-"""The library on a CPU: 32 requests after one prompt, each new token's attention in one plan and one run per layer.
+"""The library on a CPU: 32 requests that share a prompt, each new token's attention in one plan and one run per layer.
 
     python examples/library_cpu.py
 

@@ -159,7 +159,7 @@ def workloads() -> Section:
             "plan and 32 layers, ms", "fastest peer, ms", "speed-up"]  # fmt: skip
     text = f"""## Ragged batches
 
-Requests that decode together: from a Mooncake trace, conversations after PAT's system prompts, sessions of tool
+Requests that decode together: from a Mooncake trace, conversations with PAT's system prompts, sessions of tool
 agents. The speed-up counts the plan and 32 layers.
 
 {table(head, rows, 2)}

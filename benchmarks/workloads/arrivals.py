@@ -1,6 +1,6 @@
 """Workloads, each run of which ends when its last request is answered; the prefix cache is emptied before the next:
 
-conversation: Poisson arrivals after PAT's three-level system instruction; private parts as long as the trace's inputs,
+conversation: Poisson arrivals with PAT's three-level system instruction; private parts as long as the trace's inputs,
 4096 tokens at most, outputs as long as its outputs, 512 at most; without a trace, drawn like them.
 toolagent: Poisson arrivals of turns of agents' sessions; a turn's prompt begins with its session's earlier turns.
 documents: Poisson arrivals of documents of 4k to 10k tokens, each with a burst of 16 short questions within half a

@@ -91,7 +91,7 @@ def batch_of_prefixes(
 def conversation_batch(
     private_tokens: Sequence[int], page_size: int, seed: int, num_languages: int = 4, num_countries: int = 8
 ) -> PagedBatch:
-    """One decoding request per entry of `private_tokens`, after PAT's three-level system instruction.
+    """One decoding request per entry of `private_tokens`, with PAT's three-level system instruction.
 
     The language (second level) and the country (third) are uniformly random. PAT does not give their numbers.
     """

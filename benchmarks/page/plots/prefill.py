@@ -1,4 +1,4 @@
-"""The prefill benchmark as a picture: TFLOP/s of chunks by what is cached before them, and behind one prefix."""
+"""The prefill benchmark as a picture: TFLOP/s of chunks by what is cached before them, and after one prefix."""
 
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ STYLES = {
 def draw(result: dict[str, Any], target: Path) -> None:
     """Writes the picture of a result."""
     cached = sorted({row["cached"] for row in result["chunks"]})
-    panels = [(f"behind {tokens:,} cached tokens", [row for row in result["chunks"] if row["cached"] == tokens])
+    panels = [(f"after {tokens:,} cached tokens", [row for row in result["chunks"] if row["cached"] == tokens])
               for tokens in cached]  # fmt: skip
-    panels.append(("behind one prefix", result["shared"]))
+    panels.append(("after one prefix", result["shared"]))
     figure, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.6), sharey=True)
     for axis, (title, rows) in zip(axes, panels, strict=True):
         for name, (label, colour, line) in STYLES.items():
