@@ -37,7 +37,7 @@ class Times:
         self.pieces: list[float] = [0.0]  # computed between two pauses
         self.pauses: list[float] = []
         self.of_all = Pauses(lambda: self.monotonic)
-        self.pace = Pace(self.of_all, lambda: self.computed, self.sleep)
+        self.pace = Pace(self.of_all, False, lambda: self.computed, self.sleep)
 
     def work(self, seconds: float) -> None:
         self.computed += seconds
@@ -97,7 +97,7 @@ def test_several_threads_rest_as_long_as_one_would(turns: list[tuple[int, float]
     now = 0.0
     of_all = Pauses(lambda: now)
     clocks, ready = [0.0] * 4, [0.0] * 4
-    paces = [Pace(of_all, lambda at=at: clocks[at], lambda seconds: None) for at in range(4)]
+    paces = [Pace(of_all, False, lambda at=at: clocks[at], lambda seconds: None) for at in range(4)]
     for at, seconds in turns:
         now = max(now, ready[at]) + seconds
         clocks[at] += seconds
@@ -109,12 +109,21 @@ def test_several_threads_rest_as_long_as_one_would(turns: list[tuple[int, float]
 
 def test_the_first_piece_of_a_thread_waits_for_no_other() -> None:
     times = Times()
-    times.of_all.add(10.0)
+    times.of_all.add(0.5, False)
     with times.pace.kept():
         times.work(0.02)
     assert times.pauses == []
     with times.pace.kept():
-        assert times.pauses == [pytest.approx(10.0 - 0.02 + RATIO * 0.02)]
+        assert times.pauses == [pytest.approx(0.5 - 0.02 + RATIO * 0.02)]
+
+
+def test_short_work_waits_for_other_short_work_alone_and_long_work_for_all_but_not_for_ever() -> None:
+    of_all = Pauses(lambda: 100.0)
+    assert of_all.add(0.2, False) == pytest.approx(100.2)
+    assert [of_all.add(0.1, True), of_all.add(0.1, True)] == [pytest.approx(100.1), pytest.approx(100.2)]
+    assert of_all.add(0.2, False) == pytest.approx(100.6)
+    assert max(of_all.add(LONGEST, False) for _ in range(50)) == pytest.approx(101.0)
+    assert of_all.add(0.1, True) == pytest.approx(100.3)
 
 
 def test_an_error_ends_the_work_alone() -> None:

@@ -16,6 +16,7 @@ _SHORT: Final = 64 << 10  # bytes or characters of a short piece of work
 _SLICE_S: Final = 0.005  # processor time between two pauses
 _PAUSE_RATIO: Final = 3  # a thread pauses this many times as long as it has computed
 _LONGEST_PAUSE_S: Final = 0.25  # longer than a step of the engine
+_LONGEST_WAIT_S: Final = 1.0  # of long work, for the pauses of all threads
 
 
 def no_pause() -> None:
@@ -23,9 +24,9 @@ def no_pause() -> None:
 
 
 class Pauses:
-    """The pauses of several threads, one after the other, so that all of them together compute a third of the time.
+    """The pauses of several threads, one after the other, so that together they compute about half of the time at most.
 
-    A thread has at most one pause at a time, so none waits for longer than `_LONGEST_PAUSE_S` for each of the threads.
+    Short work waits for no pause of long work, so that a few large requests do not hold up many small ones.
 
     Args:
         now: seconds of the monotonic clock.
@@ -34,13 +35,17 @@ class Pauses:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._end = 0.0  # of all pauses so far
+        self._end = self._short_end = 0.0  # of all pauses so far, and of those of short work
 
-    def add(self, seconds: float) -> float:
-        """The time at which one more pause ends, which begins when the others have ended."""
+    def add(self, seconds: float, is_short: bool) -> float:
+        """The time at which one more pause ends, which begins when the others have ended that it waits for."""
         with self._lock:
-            self._end = max(self._end, self._now()) + seconds
-            return self._end
+            now = self._now()
+            self._end = min(max(self._end, now) + seconds, now + _LONGEST_WAIT_S)
+            if not is_short:
+                return self._end
+            self._short_end = max(self._short_end, now) + seconds
+            return self._short_end
 
     def left(self, end: float) -> float:
         """Seconds until a pause ends."""
@@ -55,6 +60,7 @@ class Pace:
 
     Args:
         pauses: those of all threads that take turns with this one.
+        is_short: whether its pieces of work are short.
         clock: processor seconds of the thread.
         sleep: waits.
     """
@@ -62,10 +68,11 @@ class Pace:
     def __init__(
         self,
         pauses: Pauses,
+        is_short: bool,
         clock: Callable[[], float] = time.thread_time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._pauses, self._clock, self._sleep = pauses, clock, sleep
+        self._pauses, self._is_short, self._clock, self._sleep = pauses, is_short, clock, sleep
         self._free_at = 0.0  # time at which the next piece of work may begin
         self._computed = 0.0  # time of the last pause on the thread's clock
 
@@ -77,12 +84,12 @@ class Pace:
             yield
         finally:
             if seconds := self._due():
-                self._free_at = self._pauses.add(seconds)
+                self._free_at = self._pauses.add(seconds, self._is_short)
 
     def pause(self) -> None:
         """Waits if the thread has computed for some milliseconds since its last pause."""
         if seconds := self._due():
-            self._sleep(self._pauses.left(self._pauses.add(seconds)))
+            self._sleep(self._pauses.left(self._pauses.add(seconds, self._is_short)))
 
     def _due(self) -> float:
         """Seconds of the pause for what the thread has computed; 0 if that is only a moment."""
@@ -95,7 +102,7 @@ class Pace:
 
 
 class Lanes:
-    """Two threads, each with its own queue, so that short work waits for pauses of long work, and never for its end.
+    """Two threads, each with its own queue, so that short work never waits for long work. Both pause (`Pace`).
 
     Args:
         name: of the threads.
@@ -103,8 +110,8 @@ class Lanes:
     """
 
     def __init__(self, name: str, pauses: Pauses) -> None:
-        self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace(pauses)
-        self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace(pauses)
+        self._short = ThreadPoolExecutor(1, f"trunkattn-{name}-short"), Pace(pauses, True)
+        self._long = ThreadPoolExecutor(1, f"trunkattn-{name}-long"), Pace(pauses, False)
 
     async def run(self, size: int, work: Callable[[Pause], Result]) -> Result:
         """Returns the result of some work.
