@@ -82,7 +82,7 @@ def test_parameters_of_a_rotation_that_a_model_reads_pass(model_type: str, rope:
         ("falcon", {"alibi": True}, "ALiBi"),
         ("falcon", {}, "does not go through transformers' AttentionInterface"),
         ("bloom", {}, "does not go through transformers' AttentionInterface"),
-        ("vit", {}, "no causal language model of type 'vit'"),
+        ("vit", {}, "AutoModelForCausalLM has no model of type 'vit'"),
         ("gemma4_text", {}, "its layers differ in their attention: head_dim 256 or 512"),
         ("bert", {}, "its attention is bidirectional"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized (gptq)"),

@@ -176,7 +176,7 @@ def check_config(config: PretrainedConfig, trust_remote_code: bool = False) -> l
     elif trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         pass  # the folder's own code, which the probe runs
     elif type(config) not in AutoModelForCausalLM._model_mapping:
-        reasons.append(f"transformers has no causal language model of type {config.model_type!r}")
+        reasons.append(f"transformers' AutoModelForCausalLM has no model of type {config.model_type!r}")
     else:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         if not model_class._supports_attention_backend:
