@@ -98,9 +98,11 @@ def test_a_server_needs_no_standard_output(tmp_path: Path) -> None:
     assert done.returncode == 2 and "nowhere" in done.stderr
 
 
-def test_a_file_that_may_not_grow_is_told_in_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_file_that_may_not_grow_is_told_in_a_line(tmp_path: Path, unbuffered: str) -> None:
     line = f"ulimit -f 1; '{sys.executable}' -m trunkattn analyze --help > {tmp_path / 'help'}"
-    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=300)
+    given = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(line, shell=True, stderr=subprocess.PIPE, text=True, timeout=300, env=given)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "File too large" in done.stderr
 
 

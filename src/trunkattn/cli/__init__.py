@@ -40,8 +40,8 @@ def _checked() -> None:
         )
     try:
         _run()
-    except BrokenPipeError:  # the reader of the output has ended; at its end Python would flush the rest, and fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:  # the reader of the output has ended
+        _drop_output()
         sys.exit(1)
     except OSError as error:
         if error.filename is None and str(error.strerror).startswith(NO_TEMPORARY_FOLDER):
@@ -50,8 +50,14 @@ def _checked() -> None:
             sys.exit("trunkattn: the current folder no longer exists: change to one that does")
         if error.errno not in WRITE_ERRORS or error.filename is not None:  # not about the output
             raise
+        _drop_output()
         reason = "is full" if error.errno == errno.ENOSPC else f"takes no more ({error.strerror})"
         sys.exit(f"trunkattn: the disk or file that it writes to {reason}: make room, or write to another one")
+
+
+def _drop_output() -> None:
+    """Lets what is left of the output go nowhere. Python flushes it at its end, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _takes_output() -> bool:

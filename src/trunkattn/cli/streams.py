@@ -18,8 +18,8 @@ from trunkattn.interrupts import temporary_folder
 STANDARD_STREAM: Final = Path("-")
 
 
-class _WithoutErrors(io.RawIOBase):
-    """Writes to another stream, and drops what that cannot write."""
+class _Whole(io.RawIOBase):
+    """Writes all that it is given to another stream. One without a buffer (PYTHONUNBUFFERED) writes as much as fits."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self._stream = stream  # kept alive, because it closes its buffer when it goes
@@ -34,16 +34,27 @@ class _WithoutErrors(io.RawIOBase):
         return self._stream.fileno()
 
     def write(self, data: Any) -> int:
+        left = memoryview(data)
+        while left:
+            left = left[self._stream.buffer.write(left) or 0 :]
+        self._stream.buffer.flush()
+        return len(data)
+
+
+class _WithoutErrors(_Whole):
+    """Drops what the other stream cannot write."""
+
+    def write(self, data: Any) -> int:
         with suppress(OSError):
-            self._stream.buffer.write(data)
-            self._stream.buffer.flush()
+            super().write(data)
         return len(data)
 
 
 def prepare_standard_streams() -> None:
     """Makes the standard streams safe, so that a command fails only if its work does.
 
-    Characters that the encoding of a stream lacks are escaped. Errors of standard error are ignored, such as a full
+    Characters that the encoding of a stream lacks are escaped. What a stream without a buffer writes in part is gone on
+    with, so that a full disk is an error there, too. Errors of standard error are ignored, such as a full
     disk, because a progress bar is not worth an answer. A closed stream is replaced by /dev/null, also at the level of
     file descriptors: otherwise the next file or connection would get its number, and libraries would write into that.
     """
@@ -58,9 +69,15 @@ def prepare_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 it stays open
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stdout.buffer, io.RawIOBase):
+        sys.stdout = _text_of(_Whole(sys.stdout), sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):
-        raw: Any = _WithoutErrors(sys.stderr)
-        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, sys.stderr.errors, write_through=True)
+        sys.stderr = _text_of(_WithoutErrors(sys.stderr), sys.stderr)
+
+
+def _text_of(raw: Any, stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """A stream of text over one of bytes, which gets it at once. stream: the one that it stands for."""
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from trunkattn.server.limits import RequestLimits
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
 _START_SECONDS: Final = 60.0
+_WAITED: Final = 12  # times a form's limit of processor time: its process gives way to others
 _REMEMBERED: Final = 1024  # forms whose times are known
 
 
@@ -124,7 +125,7 @@ class FormTrial:
 
     async def _attempt(self, worker: Process, grammar: str) -> Outcome | None:
         """What a process finds out about a grammar; None: somebody else ended the process."""
-        line = await self._ask(worker, json.dumps(grammar), 4 * self._limits.form_seconds)
+        line = await self._ask(worker, json.dumps(grammar), _WAITED * self._limits.form_seconds)
         if line:
             return Outcome(*json.loads(line))
         if await worker.wait() == -signal.SIGKILL:  # no limit of its own sends this one
