@@ -60,15 +60,17 @@ def test_a_request_takes_a_hundred_bytes_and_those_of_its_blocks(tmp_path: Path)
     write_log(path, "hashes", count)
     first = read_log(path)
     Feed(Workload.of(first.requests, EngineSize(10_000), 1), Load().times(first.requests))  # imports what they need
-    tracemalloc.start()
-    try:
-        log = read_log(path)
-        read = tracemalloc.get_traced_memory()[0]
-        workload = Workload.of(log.requests, EngineSize(10_000), 1)
-        feed = Feed(workload, Load().times(log.requests))
-        waiting = tracemalloc.get_traced_memory()[0] - read
-    finally:
-        tracemalloc.stop()
+    read = waiting = float("inf")
+    for _ in range(3):  # the least counts: other threads of the process allocate, too
+        tracemalloc.start()
+        try:
+            log = read_log(path)
+            after_read = tracemalloc.get_traced_memory()[0]
+            workload = Workload.of(log.requests, EngineSize(10_000), 1)
+            feed = Feed(workload, Load().times(log.requests))
+            read, waiting = min(read, after_read), min(waiting, tracemalloc.get_traced_memory()[0] - after_read)
+        finally:
+            tracemalloc.stop()
     assert feed and len(workload.requests) == count
     num_blocks = sum(len(request.blocks) for request in log.requests)
     assert read / count < 120 + 1.2 * 8 * num_blocks / count

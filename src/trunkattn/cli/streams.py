@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import typer
 
@@ -34,10 +34,10 @@ class _Whole(io.RawIOBase):
         return self._stream.fileno()
 
     def write(self, data: Any) -> int:
-        left = memoryview(data)
+        left, buffer = memoryview(data), cast(Any, self._stream.buffer)
         while left:
-            left = left[self._stream.buffer.write(left) or 0 :]
-        self._stream.buffer.flush()
+            left = left[buffer.write(left) or 0 :]
+        buffer.flush()
         return len(data)
 
 
