@@ -93,7 +93,7 @@ def test_short_pieces_count_together() -> None:
 
 @given(turns=st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 0.05)), min_size=1, max_size=50))
 def test_several_threads_rest_as_long_as_one_would(turns: list[tuple[int, float]]) -> None:
-    """All of them compute at the same time, and each goes on when its own pause has ended."""
+    """They compute in any order, and each goes on when its own pause has ended."""
     now = 0.0
     of_all = Pauses(lambda: now)
     clocks, ready = [0.0] * 4, [0.0] * 4

@@ -19,7 +19,7 @@ from trunkattn.server.limits import RequestLimits
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
 _START_SECONDS: Final = 60.0
-_WAITED: Final = 12  # times a form's limit of processor time: its process gives way to others
+_WAITED: Final = 12  # seconds for a form, for each of its limit of processor time: its process gives way to others
 _REMEMBERED: Final = 1024  # forms whose times are known
 
 
