@@ -242,3 +242,9 @@ def test_the_page_comes_from_this_host_alone(server: Server) -> None:
     for name in ("live.js", "live.css", "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"):
         assert server.get(f"/static/{name}").status_code == 200
     assert server.get("/static/../app.py").status_code == 404
+
+
+@pytest.mark.parametrize("asked", ["bytes=0-3", "bytes=9999999-", "bytes=3-1", "lines=1", "x"])
+def test_a_file_of_the_page_is_whole_whatever_range_is_asked_for(server: Server, asked: str) -> None:
+    whole, part = (server.get("/static/live.js", headers=given) for given in ({}, {"Range": asked}))
+    assert (part.status_code, part.content, part.headers["accept-ranges"]) == (200, whole.content, "none")

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from trunkattn.engine.llm import LLM
 from trunkattn.server.bodies.protocol import DetokenizeRequest, TokenizeRequest
@@ -204,7 +205,22 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
     async def events(request: Request) -> Response:
         return await respond(live.events(_tenant(request, service.options)))
 
-    app.mount("/static", StaticFiles(directory=str(_STATIC)))
+    app.mount("/static", _WholeFiles(directory=str(_STATIC)))
+
+
+class _WholeFiles(StaticFiles):
+    """Files that are sent whole, whatever range a request asks for: what Starlette says of a bad one has another shape
+    than the server's errors."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        others = [header for header in scope["headers"] if header[0] != b"range"]
+        await super().__call__({**scope, "headers": others}, receive, send)
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """The response of a file."""
+        response = super().file_response(*args, **options)
+        response.headers["accept-ranges"] = "none"
+        return response
 
 
 async def _answer(service: Service, request: Request, endpoint_type: type[Endpoint[Any]]) -> Response:
