@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from trunkattn.engine import StructuredOutputsParams
+from trunkattn.engine.forms.grammar import FormGrammar, grammar_of
+from trunkattn.engine.forms.limits import FormLimits
 from trunkattn.engine.forms.structured_output import StructuredOutputs
 from trunkattn.server import limits
 from trunkattn.server.engine_loop import Submission
@@ -24,8 +27,8 @@ BASE: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "temperature": 0}
 
 
 def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def takes_long(*_: object) -> float:
-        return 0.05
+    async def takes_long(form: StructuredOutputsParams, _: int) -> tuple[FormGrammar, float]:
+        return grammar_of(form, FormLimits()), 0.05
 
     monkeypatch.setattr(server.app.state.service._trial, "check", takes_long)
     body = BASE | {"structured_outputs": {"choice": ["a", "b"]}, "temperature": 1}
@@ -76,6 +79,27 @@ def test_processes_give_way_to_their_server_and_signals_to_its_group_are_its_own
         assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
+def test_a_process_has_its_own_group_from_its_first_moment(form_server: Any) -> None:
+    """Otherwise a signal to the server's group ends it, and a good form gets an error."""
+    server, replace = form_server
+    check = f"import os\nassert os.getpgrp() == os.getpid() and os.getsid(0) == {os.getsid(0)}\n"
+    replace(check + Path(form_worker.__file__).read_text())
+    assert server.post(COMPLETE, FORM).status_code == 200
+
+
+def test_the_grammar_of_a_form_is_made_once_for_all_prompts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FormGrammar] = []
+
+    def counted(form: StructuredOutputsParams, limits: FormLimits) -> FormGrammar:
+        made.append(grammar_of(form, limits))
+        return made[-1]
+
+    monkeypatch.setattr("trunkattn.engine.forms.structured_output.grammar_of", counted)
+    form = {"structured_outputs": {"regex": "[g-k]{1,9}"}}
+    answer = server.post(COMPLETE, BASE | {"prompt": ["x", "y", "z"]} | form)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 3 and len(made) == 1
+
+
 FORM = BASE | {"structured_outputs": {"regex": "[0-9]{1,9}"}}
 READY = "import os, sys, time\nsys.stdin.readline()\nprint('ready', flush=True)\nsys.stdin.readline()\n"
 
@@ -94,19 +118,24 @@ def form_server(start_server: Callable[..., Server], monkeypatch: pytest.MonkeyP
     return server, replace
 
 
-def test_a_form_whose_process_somebody_ends_is_tried_again(server: Server) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_form_whose_process_somebody_ends_is_tried_again(server: Server, number: signal.Signals) -> None:
+    """systemd sends SIGTERM to every process of a service."""
     trial = server.app.state.service._trial
     for letter in "abc":  # so that each process has started
-        form = {"structured_outputs": {"regex": f"{letter}{{1,9}}"}}
+        form = {"structured_outputs": {"regex": f"{number}{letter}{{1,9}}"}}
         assert server.post(COMPLETE, BASE | form).status_code == 200
-    stopped = [worker.pid for worker in trial._processes]
+    stopped = [worker.pid for worker in trial._processes if worker.returncode is None]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
-        answer = threads.submit(server.post, COMPLETE, FORM)
+        form = {"structured_outputs": {"regex": f"{number}[0-9]"}}
+        answer = threads.submit(server.post, COMPLETE, BASE | form)
         wait_for(lambda: trial._idle.qsize() < 2)
         for pid in stopped:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, signal.SIGCONT)
         assert answer.result().status_code == 200
 
 

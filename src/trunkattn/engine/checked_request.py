@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -32,15 +31,11 @@ class RequestChecks:
 
     Args:
         limits: the model's.
-        tokenizer: a transformers tokenizer, or None.
-
-    Attributes:
-        structured_outputs: the compiled forms of answers.
+        token_rules: what parameters mean for the model.
     """
 
-    def __init__(self, limits: ModelLimits, tokenizer: Any | None) -> None:
-        self._limits, self._token_rules = limits, TokenRules(limits, tokenizer)
-        self.structured_outputs = self._token_rules.structured_outputs
+    def __init__(self, limits: ModelLimits, token_rules: TokenRules) -> None:
+        self._limits, self._token_rules = limits, token_rules
 
     def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str, rules: LogitsRules | None

@@ -30,7 +30,7 @@ from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
 from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.engine.suspects import Suspects
-from trunkattn.engine.token_rules import ModelLimits, error_of
+from trunkattn.engine.token_rules import ModelLimits, TokenRules, error_of
 from trunkattn.kv_cache.manager import CacheManager, CacheUsage
 
 
@@ -55,7 +55,7 @@ class Engine:
         limited_threads: makes the context in which each step is computed, such as `ThreadLimit().applied` on a CPU.
 
     Attributes:
-        structured_outputs: the compiled forms of answers. Any thread may use it.
+        token_rules: what parameters mean for the model. Any thread may use it.
 
     Example:
         >>> engine = LLM("path/to/model").engine  # doctest: +SKIP
@@ -79,8 +79,8 @@ class Engine:
         self._sampler = Sampler(seed)
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
-        self._checks = RequestChecks(limits, tokenizer)
-        self.structured_outputs = self._checks.structured_outputs
+        self.token_rules = TokenRules(limits, tokenizer)
+        self._checks = RequestChecks(limits, self.token_rules)
         self._requests: dict[str, RequestAnswers] = {}  # unfinished ones
         self._stats = EngineStats()
         self._num_arrivals = 0
@@ -137,7 +137,7 @@ class Engine:
             prompt_token_ids: the prompt.
             params: how to sample.
             name: what messages call the prompt.
-            rules: what the parameters mean, of another request that has them; None: they are checked.
+            rules: what the parameters mean, by `token_rules` or another request that has them; None: they are checked.
 
         Raises:
             PromptTooLong: a ValueError; the prompt has more tokens than fit.

@@ -121,7 +121,7 @@ class LLM:
             self._runner.warm_up()
             if self.info.device.type == "cpu":
                 compile_truncation()
-            self.engine.structured_outputs.warm_up()
+            self.engine.token_rules.structured_outputs.warm_up()
 
     @property
     def stats(self) -> EngineStats:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trunkattn.engine.forms.grammar import FormGrammar
 from trunkattn.engine.forms.structured_output import GrammarState, StructuredOutputs
 from trunkattn.engine.sampling.logits import LogitsRules
 from trunkattn.engine.sampling.sampler import NOT_FINITE
@@ -46,8 +47,12 @@ class TokenRules:
         self._tokenizer = tokenizer
         self.structured_outputs = StructuredOutputs(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
-    def check(self, params: SamplingParams) -> LogitsRules:
+    def check(self, params: SamplingParams, form: FormGrammar | None = None) -> LogitsRules:
         """What the parameters do to logits, for every answer of a request: bad words as tokens, the form compiled.
+
+        Args:
+            params: the parameters.
+            form: what `StructuredOutputs.source` has made of their form; None: it is made here.
 
         Raises:
             TypeError, ValueError: naming the parameter: the model cannot follow the parameters.
@@ -73,7 +78,7 @@ class TokenRules:
         rules = LogitsRules((*eos, *params.stop_ids), self._bad_words(params.bad_words), allowed)
         if params.structured_outputs is None:
             return rules
-        grammar = self.structured_outputs.start(params.structured_outputs)
+        grammar = self.structured_outputs.start(form or params.structured_outputs)
         self._check_first_token(grammar, params, allowed)
         return replace(rules, grammar=grammar)
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 from trunkattn.engine.checked_request import CheckedRequest
 from trunkattn.engine.llm import LLM
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling.logits import LogitsRules
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.server.admission import Admission
 from trunkattn.server.bodies.body import Reading
@@ -39,6 +40,21 @@ class Grown(NamedTuple):
 
     prompt: int
     output: RequestOutput
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the sampling parameters of a request mean, for each of its prompts.
+
+    Attributes:
+        params: the parameters.
+        rules: what they mean for the model; None: the first prompt's check finds it out.
+        form_seconds: the part of a step that the form of a prompt's answers takes; 0 if they have none.
+    """
+
+    params: SamplingParams
+    rules: LogitsRules | None = None
+    form_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ class Service:
         self.tokenization = Tokenization(llm, options, self.lanes)
         self.sampling = SamplingReader(llm, options)
         self._compiling = Lanes("forms", pauses)
-        self._trial = FormTrial(llm.engine.structured_outputs, self._compiling, LIMITS)
+        self._trial = FormTrial(llm.engine.token_rules.structured_outputs, self._compiling, LIMITS)
         self.model_created = int(llm.info.files.path.stat().st_mtime)
 
     async def read(self, raw: bytes, model: type[AnyBody]) -> AnyBody:
@@ -93,37 +109,40 @@ class Service:
         if model is not None and model != name:
             raise BadRequest(f"model={shown(model)}: expected {name!r}", "model", 404, "model_not_found")
 
+    async def meaning(self, params: SamplingParams, caller: Caller) -> Meaning:
+        """What a request's parameters mean, with their form compiled. Raises BadRequest if a form cannot be compiled
+        within the limits, or if the model cannot follow it."""
+        if params.structured_outputs is None:
+            return Meaning(params)
+        with bad_request():
+            form, seconds = await self._trial.check(params.structured_outputs, caller.num_bytes)
+            check = self.llm.engine.token_rules.check
+            rules = await self._compiling.run(caller.num_bytes, lambda _: check(params, form))
+        return Meaning(params, rules, params.n * seconds)
+
     async def submission(
-        self, name: str, token_ids: list[int], params: SamplingParams, caller: Caller, has_answer: bool = True
+        self, name: str, token_ids: list[int], meaning: Meaning, caller: Caller, has_answer: bool = True
     ) -> Submission:
         """A checked request for the engine. name: what messages call the prompt. has_answer: see `CheckedRequest`."""
+        params = meaning.params
         if params.truncate_prompt_tokens is None:
             self.tokenization.check_length(name, len(token_ids))
         num_logprobs = self.admission.count_logprobs(len(token_ids), params)
-        form_seconds = await self._try_form(params, caller.num_bytes)
 
         def check(_: Pause) -> CheckedRequest:
             with bad_request():
-                return replace(self.loop.engine.check_request(token_ids, params, name), has_answer=has_answer)
+                checked = self.loop.engine.check_request(token_ids, params, name, meaning.rules)
+            return replace(checked, has_answer=has_answer)
 
-        lanes = self.lanes if params.structured_outputs is None else self._compiling
-        checked = await lanes.run(len(token_ids), check)
+        checked = await self.lanes.run(len(token_ids), check)
         return Submission(
             checked=checked,
             cache_salt=caller.salt,
             tenant=caller.tenant,
             arrival_time=caller.arrival_time,
             num_logprobs=num_logprobs,
-            form_seconds=form_seconds,
+            form_seconds=meaning.form_seconds,
         )
-
-    async def _try_form(self, params: SamplingParams, num_bytes: int) -> float:
-        """Seconds of a step that the form of a request's answers takes; 0 if they have none. Raises BadRequest for a
-        form that cannot be compiled within the limits. num_bytes: the size of the request."""
-        if params.structured_outputs is None:
-            return 0.0
-        with bad_request():
-            return params.n * await self._trial.check(params.structured_outputs, num_bytes)
 
     async def render(self, num_places: int, work: Callable[[Pause], Result]) -> Result:
         """The result of some work on an answer: at once if it is little, otherwise on a thread. num_places: about how

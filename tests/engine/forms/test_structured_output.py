@@ -52,7 +52,7 @@ def test_a_model_that_is_warm_reads_its_vocabulary_for_no_request(
     """Reading it stops every thread of a server."""
     warm = LLM(tiny_speaker, num_pages=24)
     warm.warm_up()
-    forms = warm.engine.structured_outputs
+    forms = warm.engine.token_rules.structured_outputs
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("it reads the vocabulary")
@@ -188,10 +188,10 @@ def test_a_missing_library_is_named(smollm2_tokenizer: Any, monkeypatch: pytest.
 def test_compiled_forms_are_kept_up_to_their_bytes(smollm2_tokenizer: Any) -> None:
     forms = StructuredOutputs(smollm2_tokenizer, len(smollm2_tokenizer), [2], FormLimits(cache_bytes=1 << 20))
     forms.start(form(regex="a+"))
-    assert forms.has_compiled(forms.source(form(regex="a+")))
+    assert forms.has_compiled(forms.source(form(regex="a+")).grammar)
     for number in range(20):
         forms.start(form(regex=f"a{number}"))
-    assert 4 < len(forms._compiled) < 17 and not forms.has_compiled(forms.source(form(regex="a+")))
+    assert 4 < len(forms._compiled) < 17 and not forms.has_compiled(forms.source(form(regex="a+")).grammar)
 
 
 def test_what_failed_is_remembered_without_its_text(smollm2_tokenizer: Any) -> None:
@@ -216,11 +216,11 @@ def test_what_failed_once_is_not_compiled_again(smollm2_tokenizer: Any) -> None:
         forms.start(form(regex="(a"))
     with pytest.raises(ValueError, match="unclosed group"):
         forms.source(form(regex="(a"))
-    grammar = forms.source(form(regex="ab"))
-    assert grammar is not None
-    forms.refuse(grammar, "it takes too long")
-    with pytest.raises(ValueError, match="regex='ab': expected a valid regex; it takes too long"):
-        forms.start(form(regex="ab"))
+    source = forms.source(form(regex="ab"))
+    forms.refuse(source.grammar, "it takes too long")
+    for one in (form(regex="ab"), source):
+        with pytest.raises(ValueError, match="regex='ab': expected a valid regex; it takes too long"):
+            forms.start(one)
 
 
 def test_threads_share_the_compiled_forms(smollm2_tokenizer: Any) -> None:

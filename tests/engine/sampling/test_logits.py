@@ -22,7 +22,7 @@ from trunkattn.engine.checked_request import RequestChecks
 from trunkattn.engine.sampling.logits import LogitsRules, LogitsState, adjust_logits
 from trunkattn.engine.sampling.sampler import NO_TOKEN_LEFT, NOT_FINITE, Sampler, SampleSpec, _probabilities
 from trunkattn.engine.sampling_params import SamplingParams
-from trunkattn.engine.token_rules import ModelLimits
+from trunkattn.engine.token_rules import ModelLimits, TokenRules
 
 VOCAB = 200
 PROMPT = [5, 7, 7, 9]
@@ -92,7 +92,8 @@ def test_counts_follow_the_answer() -> None:
 
 def test_answers_share_the_tokens_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """To count a long prompt for each of many answers would hold up the step in which they begin."""
-    checks, params = RequestChecks(ModelLimits(VOCAB, 100), None), SamplingParams(n=3, repetition_penalty=1.3)
+    limits, params = ModelLimits(VOCAB, 100), SamplingParams(n=3, repetition_penalty=1.3)
+    checks = RequestChecks(limits, TokenRules(limits, None))
     prompts = [[5, 7, 7, 9], [8, 8]]
     first = checks.check(prompts[0], params, "prompt", None)
     both = [first, checks.check(prompts[1], params, "prompt", first.rules)]  # as `LLM` does for prompts in a row

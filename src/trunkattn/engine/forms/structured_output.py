@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkattn.engine.forms.grammar import grammar_of, library, reason_of
+from trunkattn.engine.forms.grammar import FormGrammar, grammar_of, library, reason_of
 from trunkattn.engine.forms.limits import FormLimits
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.interrupts import interruptible
@@ -107,14 +107,17 @@ class StructuredOutputs:
             library()
             _ = self._tokens, self._tokenizer_json
 
-    def start(self, form: StructuredOutputsParams) -> GrammarState:
+    def start(self, form: StructuredOutputsParams | FormGrammar) -> GrammarState:
         """The form at the beginning of an answer, compiled unless it is kept.
+
+        Args:
+            form: it, or what `source` has made of it.
 
         Raises:
             ImportError: llguidance is missing.
             ValueError: the form is bad or over a limit, or the model's tokenizer cannot serve it.
         """
-        found = grammar_of(form, self._limits)
+        found = form if isinstance(form, FormGrammar) else grammar_of(form, self._limits)
         grammar = found.grammar
         with self._lock:
             matcher, failure = self._compiled.get(grammar), self._failed.get(digest(grammar))
@@ -130,14 +133,14 @@ class StructuredOutputs:
         self._remember(self._compiled, grammar, matcher)
         return state
 
-    def source(self, form: StructuredOutputsParams) -> str:
-        """The grammar that a form is compiled from. Raises what `start` raises."""
+    def source(self, form: StructuredOutputsParams) -> FormGrammar:
+        """What a form is compiled from. Raises what `start` raises."""
         found = grammar_of(form, self._limits)
         with self._lock:
             failure = self._failed.get(digest(found.grammar))
             if failure is not None:
                 raise ValueError(found.refusal(failure))
-        return found.grammar
+        return found
 
     def has_compiled(self, grammar: str) -> bool:
         """Whether the compiled form of a grammar is kept."""

@@ -58,7 +58,8 @@ class Chat(Endpoint[ChatCompletionRequest]):
             tools_may_be_hidden=self._calls_are_forced or body.structured_outputs is not None,  # it may describe calls
         )
         with about_field(self._form, reword=self._places_in_tools):
-            return [await service.submission("messages", token_ids, params, self._caller)]
+            meaning = await service.meaning(params, self._caller)
+        return [await service.submission("messages", token_ids, meaning, self._caller)]
 
     async def whole(self, submissions: Sequence[Submission]) -> str:
         """The response as JSON, once every answer is finished."""
@@ -220,15 +221,7 @@ class Chat(Endpoint[ChatCompletionRequest]):
     ) -> dict[str, Any]:
         content = {"content": logprobs, "refusal": None} if logprobs else None
         choice = {"index": answer.index, "delta": delta, "logprobs": content, "finish_reason": None, **(ending or {})}
-        return self._envelope("chat.completion.chunk", [choice | self._ids(list(token_ids))])
-
-    def _ids(self, token_ids: list[int]) -> dict[str, Any]:
-        """The field of an answer's tokens, if the request wants them."""
-        return {"token_ids": token_ids} if self._body.return_token_ids else {}
-
-    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
-        """The field of the prompt's tokens, if the request wants them."""
-        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}
+        return self._envelope("chat.completion.chunk", [choice | self._ids(token_ids)])
 
 
 def _ending(answer: CompletionOutput, calls: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """/v1/completions: prompts in, texts out."""
 
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -57,12 +58,14 @@ class Completion(Endpoint[CompletionRequest]):
         prompts = _prompts(body.prompt)
         service.sampling.check_count(len(prompts), body)
         params = service.sampling.params(body, **self._changes())
+        with about_field(field_of_form(body)):
+            meaning = await service.meaning(params, self._caller)
         checked = []
         for position, prompt in enumerate(prompts):
             name = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
             token_ids = await self._tokens(prompt, name, params.truncate_prompt_tokens is not None)
-            with about_field(field_of_form(body)):
-                submission = await service.submission(name, token_ids, params, self._caller, not self._has_no_answer)
+            submission = await service.submission(name, token_ids, meaning, self._caller, not self._has_no_answer)
+            meaning = replace(meaning, rules=submission.checked.rules)  # it is the same for all prompts
             checked.append(submission)
             if body.echo:
                 self._echoed.append(await self._echo(prompt, token_ids, submission.checked.token_ids))
@@ -169,10 +172,8 @@ class Completion(Endpoint[CompletionRequest]):
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        if self._body.return_token_ids:
-            choice["token_ids"] = answer.token_ids[piece.first_token :]
-            choice |= {"prompt_token_ids": output.prompt_token_ids} if piece.begins else {}
-        return choice
+        choice |= self._ids(answer.token_ids[piece.first_token :])
+        return choice | (self._prompt_ids(output) if piece.begins else {})
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

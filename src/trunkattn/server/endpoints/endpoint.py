@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from trunkattn.engine.outputs import RequestOutput
 from trunkattn.server.bodies.protocol import Sampling, StreamOptions
 from trunkattn.server.engine_loop import Submission
 from trunkattn.server.service import Caller, Service
@@ -51,3 +52,11 @@ class Endpoint(ABC, Generic[AnyRequest]):
         """A response, or an event of one, without its usage. kind: what the API calls it."""
         model = self._service.options.served_model_name
         return {"id": self.id, "object": kind, "created": self._created, "model": model, "choices": choices}
+
+    def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The field of an answer's tokens, if the request wants them."""
+        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+
+    def _prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
+        """The field of a prompt's tokens, if the request wants them."""
+        return {"prompt_token_ids": output.prompt_token_ids} if self._body.return_token_ids else {}

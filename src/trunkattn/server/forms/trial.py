@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
+from trunkattn.engine.forms.grammar import FormGrammar
 from trunkattn.engine.forms.structured_output import StructuredOutputs, digest
 from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.engine_loop import EngineFailed
@@ -19,6 +23,12 @@ from trunkattn.server.limits import RequestLimits
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
 _START_SECONDS: Final = 60.0
+# The process begins in a group of its own, within the server's session. Signals to the server's group, such as Ctrl-C,
+# are for the server, which lets answers end and then ends this process.
+_OWN_GROUP: Final[Mapping[str, Any]] = MappingProxyType(
+    {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+)
+_ENDED_BY_OTHERS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 _WAITED: Final = 12  # seconds for a form, for each of its limit of processor time: its process gives way to others
 _REMEMBERED: Final = 1024  # forms whose times are known
 
@@ -46,8 +56,9 @@ class FormTrial:
         self._processes: set[Process] = set()
         self._token_seconds: OrderedDict[bytes, float] = OrderedDict()  # of grammars' digests; newest last
 
-    async def check(self, form: StructuredOutputsParams, num_bytes: int) -> float:
-        """Tries a form unless it is compiled already. Returns the seconds that a token of an answer takes.
+    async def check(self, form: StructuredOutputsParams, num_bytes: int) -> tuple[FormGrammar, float]:
+        """Tries a form unless it is compiled already. Returns what it is compiled from, and the seconds that a token of
+        an answer takes.
 
         Args:
             form: the form.
@@ -57,10 +68,10 @@ class FormTrial:
             ImportError, ValueError: see `StructuredOutputs.start`, or the form took too much time, memory or stack.
             EngineFailed: the machine was too busy to try it.
         """
-        grammar = await self._lanes.run(num_bytes, lambda _: self._forms.source(form))
-        key = digest(grammar)
+        found = await self._lanes.run(num_bytes, lambda _: self._forms.source(form))
+        key = digest(grammar := found.grammar)
         if key in self._token_seconds and self._forms.has_compiled(grammar):
-            return self._token_seconds[key]
+            return found, self._token_seconds[key]
         if self._idle is None:
             self._idle = asyncio.Queue()
             for _ in range(_NUM_WORKERS):
@@ -79,14 +90,14 @@ class FormTrial:
             raise
         finally:
             self._idle.put_nowait(worker)
-        if outcome.failure is not None:
-            self._forms.refuse(grammar, outcome.failure)
-            await self._lanes.run(num_bytes, lambda _: self._forms.source(form))  # raises it, with the form's name
+        if (failure := outcome.failure) is not None:
+            self._forms.refuse(grammar, failure)
+            raise ValueError(await self._lanes.run(num_bytes, lambda _: found.refusal(failure)))
         self._forms.weigh(grammar, outcome.num_bytes)
         self._token_seconds[key] = outcome.token_seconds
         while len(self._token_seconds) > _REMEMBERED:
             self._token_seconds.popitem(last=False)
-        return outcome.token_seconds
+        return found, outcome.token_seconds
 
     def close(self) -> None:
         """Ends the processes."""
@@ -100,7 +111,7 @@ class FormTrial:
         self._end(worker)
         tokenizer, num_tokens, eos = await asyncio.to_thread(self._forms.tokenizer_source)
         worker = await asyncio.create_subprocess_exec(
-            sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, **_OWN_GROUP
         )
         self._processes.add(worker)
         limits = self._limits
@@ -115,7 +126,7 @@ class FormTrial:
         try:
             line = await self._ask(worker, await asyncio.to_thread(json.dumps, head), _START_SECONDS)
             if line != b"ready\n":
-                if not line and await worker.wait() == -signal.SIGKILL:
+                if not line and -await worker.wait() in _ENDED_BY_OTHERS:
                     raise EngineFailed("structured_outputs: the system ended the process that was to try the form")
                 raise ValueError("structured_outputs: expected a model whose tokenizer llguidance can read")
         except BaseException:  # a client that goes away leaves no process behind
@@ -128,7 +139,7 @@ class FormTrial:
         line = await self._ask(worker, json.dumps(grammar), _WAITED * self._limits.form_seconds)
         if line:
             return Outcome(*json.loads(line))
-        if await worker.wait() == -signal.SIGKILL:  # no limit of its own sends this one
+        if -await worker.wait() in _ENDED_BY_OTHERS:  # no limit of its own sends these
             return None
         return Outcome(f"it takes more time or memory than this server allows ({self._limits.form_seconds} s)")
 

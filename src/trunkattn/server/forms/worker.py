@@ -88,7 +88,6 @@ def serve() -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.setpgrp()  # signals to the server's group are for the server, which lets answers end and then ends this process
     os.nice(NICENESS)
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=serve)
