@@ -111,6 +111,20 @@ def test_a_body_that_does_not_come_delays_no_answer_for_ever(
     assert answer(guarded, head)[0] == 401
 
 
+def test_a_body_that_nobody_asked_for_is_no_part_of_the_next_request(guarded: Server) -> None:
+    """A client that gets an answer in place of `100 Continue` sends no body, and may ask again at once."""
+    where = urlsplit(guarded.url)
+    with closing(HTTPConnection(str(where.hostname), where.port, timeout=PATIENCE)) as client:
+        client.putrequest("POST", "/v1/completions")
+        client.putheader("Expect", "100-continue")
+        client.putheader("Content-Length", "1000")
+        client.endheaders()
+        refused = client.getresponse()
+        assert refused.status == 401 and refused.headers["Connection"] == "close" and refused.read()
+        client.request("GET", "/health")  # on a new connection
+        assert client.getresponse().status == 200
+
+
 def test_what_the_whole_server_can_be_asked(server: Server) -> None:
     assert answer(server, f"OPTIONS * HTTP/1.1\r\nHost: localhost{END}") == (204, "")
 

@@ -1,5 +1,6 @@
 """Forms of answers are tried in processes of their own, whatever becomes of those."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -172,6 +173,21 @@ def test_a_tokenizer_in_python_has_no_forms(server: Server, monkeypatch: pytest.
     monkeypatch.setattr(service, "_trial", FormTrial(forms, service._compiling, limits.LIMITS))
     answer = server.post(COMPLETE, FORM)
     assert answer.status_code == 400 and "fast tokenizer" in answer.json()["error"]["message"]
+
+
+def test_a_machine_without_room_for_a_process_refuses_no_form(
+    form_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = form_server
+
+    async def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patches:
+        patches.setattr("asyncio.create_subprocess_exec", full)
+        answer = server.post(COMPLETE, FORM)
+        assert answer.status_code == 503 and "Too many open files" in answer.json()["error"]["message"]
+    assert server.post(COMPLETE, FORM).status_code == 200
 
 
 def test_clients_that_go_away_leave_no_process_of_forms(form_server: Any) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import resource
 import socket
 import sys
 import threading
@@ -245,12 +246,19 @@ def test_names_that_are_not_ours(server: Server, start_server: Callable[..., Ser
         refused = server.get("/v1/models", headers=headers)
         assert refused.status_code == 421 and "--allowed-host" in refused.json()["error"]["message"]
     assert server.get("/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
-    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "192.168.1.5"):
+    for host in ("localhost:1", "localhost.:1", "127.0.0.1", "[::1]:8000", "192.168.1.5"):
         assert server.get("/v1/models", headers={"Host": host}).status_code == 200
     assert server.get("/v1/models", headers={"Origin": server.url}).status_code == 200
-    named = start_server(allowed_hosts=("LLM.example",))
-    assert named.get("/v1/models", headers={"Host": "llm.example"}).status_code == 200
+    named = start_server(allowed_hosts=("LLM.example", "llm.cluster."))
+    for host in ("llm.example", "llm.example.", "llm.cluster"):
+        assert named.get("/v1/models", headers={"Host": host}).status_code == 200
     assert server.get("/health/").status_code == 404
+
+
+@pytest.mark.parametrize("key", ["", "a b", "\xe4", "a\x7f", "\x1b"])
+def test_a_key_is_what_a_header_can_hold(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key: expected visible ASCII characters"):
+        ServerOptions("a", api_keys=("good~!", key))
 
 
 def test_each_tenant_sees_its_own(start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +340,33 @@ def test_the_connection_that_is_idle_longest_makes_room(
         assert server.get("/health").status_code == 200
     for connection in idle:
         connection.close()
+
+
+def test_files_are_not_limited_more_than_they_must_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert min(limit for limit in before if limit != resource.RLIM_INFINITY) > 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        protocol = running._limited_protocol()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1] and 512 < soft <= 1 << 16 and 256 < protocol.most < soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_busy_connections_make_no_room_and_the_log_says_so(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "_limited_protocol", lambda: type("Few", (running.LimitedProtocol,), {"most": 1}))
+    server = start_server()
+    where = urlsplit(server.url)
+    go_on = server.stand_still(monkeypatch)
+    with server.send({**BASE, "max_tokens": 40, "ignore_eos": True, "stream": True}) as busy:
+        assert busy.recv(1) == b"H"
+        with socket.create_connection((where.hostname, where.port)) as refused, suppress(ConnectionResetError):
+            assert refused.recv(1) == b""
+        go_on.set()
+    assert any("1 are busy" in record.message for record in caplog.records)
 
 
 def test_a_bad_head_is_an_error_of_the_apis_shape(server: Server) -> None:

@@ -69,7 +69,7 @@ def streamed(url: str, during: Callable[[], None]) -> str:
     return text
 
 
-@pytest.mark.parametrize(("stop", "redirection"), [(signal.SIGTERM, ""), (signal.SIGINT, ">&-")])
+@pytest.mark.parametrize(("stop", "redirection"), [(signal.SIGTERM, ""), (signal.SIGINT, ">&-"), (signal.SIGHUP, "")])
 def test_a_signal_lets_running_answers_end_and_a_closed_stdout_stops_nobody(
     folder: Path, stop: signal.Signals, redirection: str
 ) -> None:
@@ -94,7 +94,8 @@ def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         url, port = "http://{}:{}".format(*held.getsockname()), held.getsockname()[1]
-        process = subprocess.Popen(command(folder, "--port", port), stdout=full, stderr=full)
+        environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": "/nonexistent"}  # of another program
+        process = subprocess.Popen(command(folder, "--port", port), stdout=full, stderr=full, env=environment)
         try:
             wait_for(listens)
             body = {"prompt": "x", "max_tokens": 2}

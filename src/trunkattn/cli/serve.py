@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 _KEY_VARIABLE: Final = "TRUNKATTN_API_KEY"
+# With these, prometheus_client keeps counts in files that several processes share, and goes on where a process of the
+# same number has ended. The folder may be another program's, or gone.
+_SHARED_METRICS: Final = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 # How long another thread may hold Python's lock while the engine waits for it. The engine releases the lock in every
 # operation of torch, so with Python's default one busy thread makes a step many times as long.
 _SWITCH_SECONDS: Final = 0.0001
@@ -49,6 +52,8 @@ def run_serve(options: ServeOptions) -> None:
     level = "WARNING" if options.quiet else "INFO"
     logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
     logging.getLogger("gguf").setLevel(logging.WARNING)  # it names the temporary files of a conversion
+    for name in _SHARED_METRICS:
+        os.environ.pop(name, None)
     with _bound(server) as listener:
         with importing():
             from trunkattn.server import AppServer, create_app

@@ -38,8 +38,9 @@ class ReadRest:
     """Reads the rest of a request's body before the answer begins.
 
     If the server closed a connection on which a client still sends, the client would see a reset and not the answer. A
-    body is not waited for if the client sends it only when asked to (Expect: 100-continue), or sends it too slowly. A
-    request whose body has not arrived when the server ends gets 503.
+    body is not waited for if the client sends it only when asked to (Expect: 100-continue), or sends it too slowly. One
+    that nobody has asked for never comes, so its connection ends with the answer: the next request would be read as
+    this body. A request whose body has not arrived when the server ends gets 503.
 
     Args:
         app: the application behind it.
@@ -64,9 +65,11 @@ class ReadRest:
             return part
 
         async def begin(message: Message) -> None:
-            is_first = message["type"] == "http.response.start"
-            if is_first and message["status"] != _TOO_SLOW and not is_complete and not is_held_back:
-                await _drain(read)
+            if message["type"] == "http.response.start" and not is_complete:
+                if is_held_back:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                elif message["status"] != _TOO_SLOW:
+                    await _drain(read)
             await send(message)
 
         await self._app(scope, read, begin)
@@ -160,12 +163,14 @@ class CheckHost:
     """Answers 421 to a name that is not this server's, and 403 to pages of other origins.
 
     A web page may point its own name at this machine, and the browser then takes the page and the server for one origin
-    (DNS rebinding). Addresses are always accepted: nobody can point them elsewhere.
+    (DNS rebinding). Addresses are always accepted: nobody can point them elsewhere. A dot at the end of a name
+    says only that it is whole.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
-        self._names = {"localhost", socket.gethostname().lower(), options.host.lower(), *options.allowed_hosts}
+        names = {"localhost", socket.gethostname().lower(), options.host.lower(), *options.allowed_hosts}
+        self._names = {name.removesuffix(".") for name in names}
         self._origins = frozenset(options.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +187,7 @@ class CheckHost:
         await self._app(scope, receive, send)
 
     def _is_ours(self, host: str, own_address: str) -> bool:
-        name = re.sub(r":\d*$", "", host).strip("[]")
+        name = re.sub(r"\.?(:\d*)?$", "", host, count=1).strip("[]")
         if "*" in self._names or name in self._names or name == own_address:
             return True
         try:

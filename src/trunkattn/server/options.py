@@ -12,6 +12,7 @@ from trunkattn.validate import check_bool, check_real, check_text, keep_int, sho
 _ORIGIN: Final = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 _BRACKETED: Final = re.compile(r"\[([^\[\]]*:[^\[\]]*)\]")  # an address of IPv6 in a URL
 # A name or an address, without a port: an address of IPv6 has two colons at least, and perhaps a zone.
+_KEY: Final = re.compile(r"[!-~]+")  # what a header can hold
 _HOST: Final = re.compile(r"[^\s/?#@:]+|(?=.*:.*:)[0-9a-f:.]+(?:%[^\s/]+)?", re.IGNORECASE)
 
 
@@ -79,8 +80,8 @@ class ServerOptions:
         if check_real("shutdown_seconds", self.shutdown_seconds, "a number of seconds >= 0") < 0:
             raise ValueError(f"shutdown_seconds={self.shutdown_seconds!r}: expected a number of seconds >= 0")
         for key in self.api_keys:
-            if not key or not key.isascii() or any(character.isspace() for character in key):
-                raise ValueError("api_key: expected ASCII text without spaces that is not empty")
+            if not _KEY.fullmatch(key):
+                raise ValueError("api_key: expected visible ASCII characters without spaces, and at least one")
         object.__setattr__(self, "allowed_hosts", tuple(map(_without_brackets, self.allowed_hosts)))
         self._keep("allowed_hosts", _HOST, "a name without a scheme, a port or a path, such as llm.example")
         self._keep("allowed_origins", _ORIGIN, "a scheme and a host without a path, such as https://llm.example, or *")

@@ -7,8 +7,11 @@ import logging
 import os
 import re
 import resource
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -23,6 +26,7 @@ from trunkattn.server.limits import LIMITS
 _LOG: Final = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
 _BACKLOG: Final = 2048  # connections that the system keeps waiting
+_FILES: Final = 1 << 16  # as many as a process has use for
 _SPARE_FILES: Final = 32
 _LEAST_CONNECTIONS: Final = 16
 _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
@@ -48,7 +52,10 @@ class LimitedProtocol(H11Protocol):
         self._arm(LIMITS.header_seconds)
         if len(self.connections) > self.most:
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
-            min(idle, key=lambda one: one._idle_since, default=self).transport.abort()
+            oldest = min(idle, key=lambda one: one._idle_since, default=self)
+            if oldest is self:
+                _LOG.warning("A new connection was closed: %d are busy, as many as `ulimit -n` allows.", self.most)
+            oldest.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection of a client that sends no more, as `nc -N` does, until what it has asked for is
@@ -172,6 +179,21 @@ class AppServer(uvicorn.Server):
             with shared.dup() as listener:
                 listener.listen(_BACKLOG)  # uvicorn's one number is for both queues
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Lets SIGHUP, as of a terminal that closes, end the server as SIGTERM does. A signal that whoever started the
+        server lets it ignore, as `nohup` does, stays ignored."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
+        is_main = threading.current_thread() is threading.main_thread()
+        with super().capture_signals():
+            for number, handler in before.items() if is_main else ():
+                signal.signal(number, signal.SIG_IGN if handler is signal.SIG_IGN else self.handle_exit)
+            try:
+                yield
+            finally:
+                if is_main:
+                    signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the end. A second signal waits for no answer: uvicorn would break their connections without a word.
         A third Ctrl-C breaks those that are left, as of clients that read nothing."""
@@ -198,7 +220,19 @@ class AppServer(uvicorn.Server):
 
 def _limited_protocol() -> type[LimitedProtocol]:
     """The protocol, with as many connections as this process has files left."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _num_files()
     used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
-    most = max(_LEAST_CONNECTIONS, min(allowed, 1 << 20) - used - _SPARE_FILES)
+    most = max(_LEAST_CONNECTIONS, allowed - used - _SPARE_FILES)
     return type("LimitedProtocol", (LimitedProtocol,), {"most": most})
+
+
+def _num_files() -> int:
+    """Files that this process may have open. The soft limit, often 1,024, protects programs that call `select`: here it
+    is raised as far as the hard one and `_FILES` allow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # some systems have yet another limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _FILES if soft == resource.RLIM_INFINITY else soft

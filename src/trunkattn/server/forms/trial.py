@@ -110,9 +110,12 @@ class FormTrial:
             return worker
         self._end(worker)
         tokenizer, num_tokens, eos = await asyncio.to_thread(self._forms.tokenizer_source)
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, **_OWN_GROUP
-        )
+        try:
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, **_OWN_GROUP
+            )
+        except OSError as error:  # this machine, or a limit such as `ulimit -n`, leaves no room for one
+            raise EngineFailed(f"structured_outputs: no process can try the form ({error.strerror})") from error
         self._processes.add(worker)
         limits = self._limits
         head = {
