@@ -181,7 +181,7 @@ class AppServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Lets SIGHUP, as of a terminal that closes, end the server as SIGTERM does. A signal that whoever started the
+        """Lets SIGHUP, which a closed terminal sends, end the server as SIGTERM does. A signal that whoever started the
         server lets it ignore, as `nohup` does, stays ignored."""
         before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
         is_main = threading.current_thread() is threading.main_thread()
