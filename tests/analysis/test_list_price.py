@@ -2,12 +2,13 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention.cases import fraction
-from tests.planner.tile_cases import cases, tile
+from tests.planner.tile_cases import cases, make_rule, tile
 from trunkattn.analysis.pricing.list_price import list_ns
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.tiles.candidates import TilingRule, candidates
@@ -55,15 +56,32 @@ def launch_by_definition(rule: TilingRule, tiles: TileList, index: int, items: l
     return int(load_ns(load, times, costs, shape.subtiles == 1, False))
 
 
+def list_by_definition(rule: TilingRule, tiles: TileList) -> int:
+    launches = [
+        launch_by_definition(rule, tiles, bucket % len(rule.tiles), tiles.items[start:end].tolist())
+        for bucket, (start, end) in enumerate(pairwise(tiles.counts.tolist()))
+        if start < end
+    ]
+    return sum(launches) + rule.launch_ns * (len(tiles.merge_queries) > 0)
+
+
 @settings(max_examples=fraction(2))
 @pytest.mark.property
 @given(case=cases(), data=st.data())
 def test_a_tile_list_is_priced_by_what_its_items_hold(case: tuple[TilingRule, StepTables], data: st.DataObject) -> None:
     rule, batch = case
     tiles = tile(rule, data.draw(st.sampled_from(candidates(rule))), batch)
-    launches = [
-        launch_by_definition(rule, tiles, bucket % len(rule.tiles), tiles.items[start:end].tolist())
-        for bucket, (start, end) in enumerate(pairwise(tiles.counts.tolist()))
-        if start < end
-    ]
-    assert list_ns(rule, tiles) == sum(launches) + rule.launch_ns * (len(tiles.merge_queries) > 0)
+    assert list_ns(rule, tiles) == list_by_definition(rule, tiles)
+
+
+@pytest.mark.parametrize("l2_bytes", [50 << 20, 1 << 20], ids=["held by the cache", "not held"])
+def test_a_page_that_requests_read_to_different_ends_comes_from_memory_once(l2_bytes: int) -> None:
+    """Only full pages are shared. Those who read another page may have different lengths; half of them have their own
+    one."""
+    table = np.tile(np.arange(4, dtype=np.int32), (16, 1))
+    table[8:, 3] += np.arange(8, dtype=np.int32)
+    lens = 3 * 1024 + np.arange(16, dtype=np.int32) * 64 + 1
+    rule = make_rule(4, 1024, 132, l2_bytes=l2_bytes)
+    for candidate in candidates(rule):
+        tiles = tile(rule, candidate, StepTables(table, lens, np.arange(17, dtype=np.int32)))
+        assert list_ns(rule, tiles) == list_by_definition(rule, tiles)

@@ -70,9 +70,10 @@ def _segments(items: NDArray[np.int64], subtiles: int) -> list[tuple[int, int]]:
 def _tokens(tiles: TileList, items: NDArray[np.int64], l2_tokens: int) -> tuple[int, int]:
     """Tokens that the items read, and tokens that they read from memory, not from the L2 cache."""
     own = _within(items[:, SEGMENT_START], items[:, SEGMENT_END])
+    own = own[np.argsort(-tiles.segment_tokens[own])]  # a page's longest reader first, and padding last
     tokens, places = tiles.segment_tokens[own], tiles.segments[own, SEGMENT_PLACE]
     _, first, times = np.unique(places[tokens > 0], return_index=True, return_counts=True)
-    unique = tokens[tokens > 0][first]
+    unique = tokens[first]
     read, once, common = int(tokens.sum()), int(unique.sum()), int(unique[times > 1].sum())
     return read, int(memory_tokens(once, common, read - once, l2_tokens))
 
