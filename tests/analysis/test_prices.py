@@ -136,6 +136,9 @@ def test_windows_are_those_of_each_layer(change: dict[str, Any], windows: dict[i
         ({"layer_types": ["full_attention"] * 31}, "gives a long value as layer_types: expected a list of 32 names"),
         ({"layer_types": ["sliding_attention"] * 32}, "its sliding_window is not told"),
         ({"quantization_config": {"quant_method": "awq", "bits": 0}}, "quantized by 'awq', whose size is not known"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 10**400}}, "quantized by 'awq', whose size is not"),
+        ({"sliding_window": 2**31}, "its config gives 2147483648 as sliding_window: expected at most 2147483647"),
+        ({"hidden_size": 10**400}, "its config gives a long value as hidden_size: expected at most 2147483647"),
     ],
 )
 def test_a_model_that_cannot_be_priced_is_refused(change: dict[str, Any], message: str) -> None:

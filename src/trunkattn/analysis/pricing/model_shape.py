@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from trunkattn.analysis.pricing.model_configs import CONFIGS
+from trunkattn.numerics import MAX_INT32
 from trunkattn.validate import expanded
 
 _DTYPE_BYTES: Final = MappingProxyType({"bfloat16": 2.0, "float16": 2.0, "float32": 4.0})
@@ -225,6 +226,8 @@ class _Reader:
         found = self.config.get(name) or default
         if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
             self.complain(name, found, "an integer above 0, or the name of a model like it, such as llama-3-8b")
+        if found > MAX_INT32:
+            self.complain(name, found, f"at most {MAX_INT32}")
         return found
 
     def complain(self, name: str, found: Any, expected: str) -> NoReturn:
@@ -334,7 +337,7 @@ class _Reader:
             return plain, _MXFP4_BYTES, plain
         if method == "fp8":
             return 1.0, 1.0, plain
-        if isinstance(bits, int) and not isinstance(bits, bool) and bits > 0:
+        if isinstance(bits, int) and not isinstance(bits, bool) and 0 < bits <= 64:
             return bits / 8, bits / 8, plain
         self.refuse(bool(quantization), f"its weights are quantized by {method!r}, whose size is not known here")
         return plain, plain, plain
