@@ -120,6 +120,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: formats.from_paths([0, 1, 0, 1, 2, 0, 1, 3], [0, 2, 3, 4], [0, 2, 4, 8]),
     ),
     ("kv_index holds other tokens", lambda: formats.from_paths([0, 1, 1, 2], [0, 2, 3], [0, 2, 4])),
+    (  # int32 would count them from the negative end
+        "tree has paths of 2281701409 tokens together: expected at most 2147483647, which cu_seqlens_k counts in int32",
+        lambda: formats.to_paths(PrefixTree.from_segments([-1, *[0] * 33], [1 << 26, *[1] * 33])),
+    ),
     ("group_info[1] has 1 lengths: expected a prefix's", lambda: formats.from_group_info([[1, 1], [2]])),
     ("group_info[0][0]=0: expected an integer of at least 1", lambda: formats.from_group_info([[0, 1]])),
     ("group_info[0][1]=-1: expected an integer of at least 0", lambda: formats.from_group_info([[1, -1]])),

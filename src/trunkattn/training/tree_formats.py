@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trunkattn.numerics import MAX_INT32
 from trunkattn.training.prefix_tree import PrefixTree, check_is_tree
 from trunkattn.training.token_trie import Segments, Tokens, check_equal, check_list, integer_list, token_array
+from trunkattn.training.tree_segments import path_lengths
 from trunkattn.validate import check_int, described
 
 
@@ -65,12 +67,21 @@ def _rising(name: str, sums: Tokens) -> np.ndarray:
 
 
 def to_paths(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """TRL's `tree_kv_index` (int64), `tree_cu_seqlens_q` and `tree_cu_seqlens_k` (int32) of a tree."""
+    """TRL's `tree_kv_index` (int64), `tree_cu_seqlens_q` and `tree_cu_seqlens_k` (int32) of a tree.
+
+    Raises:
+        ValueError: the paths have more tokens together than int32 counts.
+    """
     check_is_tree(tree)
+    ends = [0, *accumulate(path_lengths(tree.parents, tree.lengths))]
+    if ends[-1] > MAX_INT32:
+        raise ValueError(
+            f"tree has paths of {ends[-1]} tokens together: expected at most {MAX_INT32}, which cu_seqlens_k counts in "
+            "int32; make several trees"
+        )
     paths = [path for _, path in tree.paths(range(len(tree.starts)))]
-    ends = np.cumsum([0, *map(len, paths)]).astype(np.int32)
     starts = np.array([*tree.starts, tree.num_tokens], np.int32)
-    return torch.from_numpy(np.concatenate(paths)), torch.from_numpy(starts), torch.from_numpy(ends)
+    return torch.from_numpy(np.concatenate(paths)), torch.from_numpy(starts), torch.from_numpy(np.array(ends, np.int32))
 
 
 def from_group_info(group_info: Sequence[Sequence[int]]) -> PrefixTree:
