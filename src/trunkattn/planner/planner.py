@@ -174,7 +174,7 @@ class Planner:
         return last
 
     def _build(self, batch: StepTables) -> _Last:
-        query_lens = np.diff(batch.query_start_loc).astype(np.int32)
+        query_lens = np.diff(batch.query_start_loc)
         tables = _Tables(batch.block_table.copy(), batch.seq_lens.copy(), batch.query_start_loc.copy())
         arrays = build_forest(
             tables.block_table, tables.seq_lens, query_lens, self.spec.page_size, self.spec.share_columns
