@@ -179,15 +179,16 @@ def decode_steps(count: int) -> list[StepTables]:
     return [StepTables(table, paged.seq_lens + step, paged.query_start_loc) for step in range(count)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_growing_tails_are_patched(policy: str, builds: CountedBuilds) -> None:
-    planner = Planner(make_spec(policy, 16))
+@pytest.mark.parametrize(("policy", "share_columns"), [*((policy, 1) for policy in POLICIES), ("auto", 2)])
+def test_growing_tails_are_patched(policy: str, share_columns: int, builds: CountedBuilds) -> None:
+    planner = Planner(make_spec(policy, 16, share_columns=share_columns))
     counts = []
     for batch in decode_steps(200):
         planner.plan(batch)
         counts.append(builds.count)
-    # rebuilt once: when the first private pages, from token 64 to 80, are full, they could have been shared
-    assert counts == [1] * 15 + [2] * 185
+    # rebuilt once: when the first private pages, from token 64 to 80 or 96, are full, they could have been shared
+    before = 16 * share_columns - 1
+    assert counts == [1] * before + [2] * (200 - before)
 
 
 def test_windows_of_one_step_share_a_forest(builds: CountedBuilds) -> None:
@@ -203,6 +204,14 @@ def grown(batch: StepTables, row: int, tokens: int) -> StepTables:
     lens = batch.seq_lens.copy()
     lens[row] += tokens
     return replace(batch, seq_lens=lens)
+
+
+def test_a_request_that_is_the_prefix_of_one_that_grows_is_patched(builds: CountedBuilds) -> None:
+    first = make_batch([[1], [1, 2]], seq_lens=[16, 20])
+    planner = Planner(make_spec("optimal", 16))
+    planner.plan(first)
+    assert_same_plan(planner.plan(grown(first, 1, 5)), Planner(make_spec("optimal", 16)).plan(grown(first, 1, 5)))
+    assert builds.count == 2  # the other planner's is one of them
 
 
 def test_a_request_that_leaves_what_it_shared_rebuilds(builds: CountedBuilds) -> None:
