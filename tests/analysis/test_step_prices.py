@@ -54,6 +54,22 @@ def test_shares_of_what_is_read_follow_from_the_windows() -> None:
     assert PRICES.read_shares(documents(4096, 400)) == (1, 1)
 
 
+def test_attention_of_layers_with_windows_takes_what_they_see() -> None:
+    """Half of the layers see 128 tokens, where sharing saves nothing."""
+    prices, batch = Prices(model_shape("gpt-oss-20b"), PRICES.card), documents(4096, 400)
+    seen, total, unique = 32 * 128, 32 * 4496, 4 * 4096 + 32 * 400
+    found, near, far = prices.attention(batch), prices.layer(batch, 128), prices.layer(batch)
+    expected = 12 * (prices.flash_us(seen, seen) + prices.flash_us(total, unique))
+    assert found.one_by_one_us == pytest.approx(expected)
+    assert found.shared_us == pytest.approx(12 * (near.shared_us + far.shared_us))
+    assert near.shared_us < far.shared_us / 4
+
+
+def test_attention_that_no_kernel_computes_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="head_dim 1000: expected at most 256"):
+        Prices(replace(SHAPE, head_dim=1000), PRICES.card)
+
+
 def test_attention_of_prompts_takes_its_arithmetic() -> None:
     """Two products, each of a multiplication and an addition, of all heads and layers."""
     for name, numbers in (("llama-3-8b", 128 + 128), ("deepseek-v3", 576 + 512)):

@@ -94,7 +94,7 @@ class Prices:
         check_cards(self.shape, self.tensor_parallel)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected one of {', '.join(KV_CACHE_DTYPES)}")
-        assert self.rule
+        _ = self.rule  # which raises if no kernel does; an assertion is left out under python -O
 
     @cached_property
     def times(self) -> EngineTimes:
