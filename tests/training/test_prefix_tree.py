@@ -155,6 +155,10 @@ def test_a_deep_tree_takes_no_longer_than_its_tokens() -> None:
     assert back.parents == tree.parents and back.lengths == tree.lengths
 
 
+def test_a_tree_may_have_as_many_tokens_as_its_tables_count() -> None:
+    assert PrefixTree.from_segments([-1, 0], [2**31 - 261, 1]).num_tokens == 2**31 - 260
+
+
 def segments(*parents: int, **options: Any) -> PrefixTree:
     return PrefixTree.from_segments(parents, [2] * len(parents), **options)
 
