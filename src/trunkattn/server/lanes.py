@@ -14,7 +14,7 @@ Pause = Callable[[], None]
 
 _SHORT: Final = 64 << 10  # bytes or characters of a short piece of work
 _SLICE_S: Final = 0.005  # processor time between two pauses
-_PAUSE_RATIO: Final = 3  # within its work a thread pauses this many times as long as it has computed
+_PAUSE_RATIO: Final = 3  # a thread pauses this many times as long as it has computed
 _LONGEST_PAUSE_S: Final = 0.25  # longer than a step of the engine
 _LONGEST_WAIT_S: Final = 1.0  # of long work, for the pauses of all threads
 
@@ -78,27 +78,27 @@ class Pace:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context of a piece of work. It first waits for a pause as long as the thread's last piece took."""
+        """Context of a piece of work. It first waits for the pause of the thread's last piece."""
         self._sleep(self._pauses.left(self._free_at))
         try:
             yield
         finally:
-            if seconds := self._due(1):
+            if seconds := self._due():
                 self._free_at = self._pauses.add(seconds, self._is_short)
 
     def pause(self) -> None:
         """Waits if the thread has computed for some milliseconds since its last pause."""
-        if seconds := self._due(_PAUSE_RATIO):
+        if seconds := self._due():
             self._sleep(self._pauses.left(self._pauses.add(seconds, self._is_short)))
 
-    def _due(self, ratio: int) -> float:
-        """Seconds of a pause that is `ratio` times as long as the thread has computed; 0 if that is only a moment."""
+    def _due(self) -> float:
+        """Seconds of a pause for what the thread has computed since its last one; 0 if that is only a moment."""
         computed = self._clock()
         taken = computed - self._computed
         if taken < _SLICE_S:
             return 0.0
         self._computed = computed
-        return min(ratio * taken, _LONGEST_PAUSE_S)
+        return min(_PAUSE_RATIO * taken, _LONGEST_PAUSE_S)
 
 
 class Lanes:

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 STACK_BYTES = 2 << 20  # less than any thread of the server has: what compiles here overflows no stack there
-NICENESS = 5
+NICENESS = 10
 WALK_TOKENS = 24
 
 
