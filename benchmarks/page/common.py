@@ -1,6 +1,7 @@
 """What every section needs: results, tables, and where figures come from."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -86,11 +87,21 @@ def folded(summary: str, text: str, kind: str = "note") -> str:
 
 def source(name: str, part: str | None = None) -> str:
     result = load(name)
-    result |= {key: result[part][key] for key in ("date", "commit") if key in result[part]} if part else {}
+    if part:
+        result = {**result, "rows": ()} | {key: result[part][key] for key in ("date", "commit") if key in result[part]}
     date = f"{result['date']} ({result['date_is']})" if "date_is" in result else result["date"]
     device = result.get("card") or (card_of(name) if is_card(name) else result["device"])
     versions = [f"{package} {result['versions'][package]}" for package in PACKAGES if package in result["versions"]]
-    return f"`{name}.json`: {', '.join([date, device, *versions, 'commit ' + result['commit']])}"
+    return f"`{name}.json`: {', '.join([date, device, *versions, commits_of(result)])}"
+
+
+def commits_of(result: Mapping[str, Any]) -> str:
+    """The commit of a result. Some keep a row until it is measured again: then how many rows are of which commit."""
+    rows = result.get("rows", ())
+    counts = Counter(row["commit"] for row in rows if "commit" in row) if isinstance(rows, list) else Counter()
+    if len(counts) < 2:
+        return f"commit {result['commit']}"
+    return "rows by commit: " + and_(f"{count} of {commit}" for commit, count in counts.items())
 
 
 def versions_of(package: str, names: Mapping[str, str]) -> str:

@@ -41,7 +41,7 @@ queries, as in vLLM; TrunkAttention rounds no queries.
 {missed_text(names)}
 
 {"".join(speed_text(name) for name in names)}{fp8_text(names)}{without_time_text(names)}\
-{sources("python -m benchmarks.kernels.shapes", *names)}{commits_text(names)}
+{sources("python -m benchmarks.kernels.shapes", *names)}
 """
     return Section(text, [loss for name in names for loss in losses(name)])
 
@@ -150,17 +150,6 @@ def without_time_text(names: Sequence[str]) -> str:
         return ""
     rows = [[card, label, count, why] for (card, label, why), count in counts.items()]
     return folded("What has no time, and why", table(["card", "what", "cells", "why"], rows, 2)) + "\n\n"
-
-
-def commits_text(names: Sequence[str]) -> str:
-    """Rows are kept until their cell is measured again."""
-    notes = []
-    for name in names:
-        counts = Counter(row["commit"] for row in load(name)["rows"])
-        if len(counts) > 1:
-            each = ", ".join(f"{count} of {commit}" for commit, count in counts.items())
-            notes.append(f"\n\n<small>Cells of `{name}.json` by commit: {each}.</small>")
-    return "".join(notes)
 
 
 def losses(name: str) -> Iterator[Loss]:

@@ -109,4 +109,4 @@ def test_rows_of_several_commits_are_told(save: Any) -> None:
     assert "by commit" not in section().text
     rows[0]["commit"] = "another"
     save("shapes-h100", rows)
-    assert "Cells of `shapes-h100.json` by commit: 1 of another, 5 of 1234567." in section().text
+    assert "rows by commit: 1 of another and 5 of 1234567" in section().text
