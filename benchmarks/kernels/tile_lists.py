@@ -54,7 +54,7 @@ def tile_rule(
         num_kv_heads=hkv,
         page_size=PAGE_SIZE,
         card_times=times,
-        head_bytes=2 * dim * kv_itemsize,
+        token_bytes=hkv * 2 * dim * kv_itemsize,
         partial_bytes=hq * (dim + 1) * 8,
         fuse_up_to=8,
         l2_bytes=l2_bytes,

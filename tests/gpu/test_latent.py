@@ -119,6 +119,13 @@ def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str, h
     assert {launch.work for launch in step.gpu_plan.launches} <= {Work.LATENT, Work.MERGE}
 
 
+@pytest.mark.parametrize("capacity", [None, Capacity(8, 8, max_pages_per_request=8, num_pages=200)])
+def test_a_row_of_fewer_bytes_than_there_are_groups_of_heads(capacity: Capacity | None) -> None:
+    """A prime number of heads over a tile's rows makes a group of each head."""
+    config = config_of(67, kv_dtype=torch.float8_e5m2)
+    assert_equals_oracle(GpuBackend(config, CPU, capacity), tree_batch(TREE, 16))
+
+
 def test_one_plan_of_fixed_size_serves_batches_of_any_shape() -> None:
     backend = GpuBackend(config_of(12), CPU, Capacity(8, 8, max_pages_per_request=8, num_pages=200))
     step, launches = None, set()

@@ -84,7 +84,7 @@ def test_the_time_of_a_stage_is_what_it_waits_for_longest() -> None:
     seen = 8 * chain // CARD_TIMES.unhidden_part  # the wait of what is left over is memory's
     assert stage_ns(rule, [[8, 0]] * 3, 0) == launch + 2 * 8 * full + seen, "two rounds"
     tokens = 200_000
-    bytes_ns = tokens * rule.head_bytes * rule.num_kv_heads * 1000 // rule.bytes_per_us
+    bytes_ns = tokens * rule.token_bytes * 1000 // rule.bytes_per_us
     assert stage_ns(rule, [[8, 0]] * 2, tokens) == launch + bytes_ns, "memory is slower than either"
 
 
@@ -102,7 +102,7 @@ def test_items_that_meet_on_a_multiprocessor_wait_for_each_other() -> None:
 def test_items_after_whole_rounds_take_as_long_as_one_does() -> None:
     """On an H200 640 items on 528 slots, of unshared requests, took 580 µs where memory alone takes 431."""
     rule = make_rule(4, 16, 1, shapes=(replace(LOW, block_ns=(200, 300), chain_ns=(3000, 3000)),))  # two slots
-    longest, token_bytes = 8 * 3000, rule.head_bytes * rule.num_kv_heads
+    longest, token_bytes = 8 * 3000, rule.token_bytes
     bytes_ns = 300_000 * token_bytes * 1000 // rule.bytes_per_us
     launch = rule.launch_ns + longest // CARD_TIMES.unhidden_part
     assert stage_ns(rule, [[8, 0]] * 4, 300_000) == launch + bytes_ns, "two rounds"

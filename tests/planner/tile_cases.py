@@ -48,7 +48,7 @@ def make_rule(
         num_kv_heads=num_kv_heads,
         page_size=page_size,
         card_times=CARD_TIMES,
-        head_bytes=512,
+        token_bytes=512 * num_kv_heads,
         partial_bytes=group_size * num_kv_heads * 129 * 8,
         fuse_up_to=fuse_up_to,
         l2_bytes=l2_bytes,

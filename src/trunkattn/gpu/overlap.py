@@ -48,16 +48,12 @@ class Overlap:
     def chunk_times(self, work: ChunkWork) -> ChunkTimes:
         """Predicted times of the chunks: the time of all their arithmetic or of the longest work item, whichever is
         more, and the time of their reads."""
-        flops, num_bytes = work.pairs * self.flops_per_pair, work.kv_tokens * self._token_bytes
+        flops, num_bytes = work.pairs * self.flops_per_pair, work.kv_tokens * self.rule.token_bytes
         read_ns = num_bytes * 1000 // self.rule.bytes_per_us
         return ChunkTimes(
             without_decodes_ns=max(flops // self.times.flops_per_ns, self._longest_ns(work)),
             reads_ns=read_ns * self.times.reads_percent // 100,
         )
-
-    @property
-    def _token_bytes(self) -> int:
-        return self.rule.head_bytes * self.rule.num_kv_heads
 
     def _longest_ns(self, work: ChunkWork) -> int:
         flops = work.max_item_pairs * self.flops_per_pair
@@ -78,7 +74,7 @@ class Overlap:
         chunks_ns = self.chunk_times(self.work_of(chunks)).without_decodes_ns
         if self.forced or other_kv_tokens is None:
             return self.forced or chunks_ns >= _CHUNKS_WORTH_NS
-        decodes_ns = other_kv_tokens * self._token_bytes * 1000 // self.rule.bytes_per_us
+        decodes_ns = other_kv_tokens * self.rule.token_bytes * 1000 // self.rule.bytes_per_us
         return chunks_ns >= _CHUNKS_WORTH_NS and 100 * decodes_ns >= _DECODES_WORTH_PERCENT * chunks_ns
 
     @cached_property

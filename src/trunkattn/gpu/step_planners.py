@@ -167,7 +167,7 @@ def make_rule(
         num_kv_heads=num_groups,
         page_size=config.page_size,
         card_times=card.model.times,
-        head_bytes=model.kv_bytes // num_groups,
+        token_bytes=model.kv_bytes,
         partial_bytes=model.partial_bytes,
         fuse_up_to=_FUSE_UP_TO if fuses else 0,
         l2_bytes=card.facts.l2_bytes,

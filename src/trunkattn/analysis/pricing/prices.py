@@ -200,7 +200,7 @@ class Prices:
     def flash_us(self, tokens: Any, unique_tokens: Any) -> Any:
         """FlashAttention of one layer, in µs. tokens: sum over the sequences of the tokens that each sees;
         unique_tokens: the same with each shared token counted once."""
-        times, token_bytes = self.times, self.rule.head_bytes * self.rule.num_kv_heads
+        times, token_bytes = self.times, self.rule.token_bytes
         wide_bytes = token_bytes * 2 / NUMBER_BYTES[self.kv_cache_dtype]  # of a token's numbers, if each had 16 bits
         read_us = unique_tokens * token_bytes / times.flash_bytes_per_us
         return times.flash_us + read_us + tokens * wide_bytes / times.flash_keys_per_us

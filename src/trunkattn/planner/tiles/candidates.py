@@ -33,8 +33,8 @@ _MOST_LAUNCHES: Final = 2  # launches of a candidate: one for tall tiles, one fo
 class TilingRule:
     """The tiles and costs from which tilings are made, as integers.
 
-    tiles: in ascending heights. card_times: times fitted to the card. head_bytes: bytes of one token's key and value of
-    one KV head. partial_bytes: bytes to write and read one partial of all query heads. fuse_up_to: the most partials
+    tiles: in ascending heights. card_times: times fitted to the card. token_bytes: bytes of one token's keys and values
+    of all heads. partial_bytes: bytes to write and read one partial of all query heads. fuse_up_to: the most partials
     that an item merges. l2_bytes: size of the L2 cache. batch_invariant: no segment is marked as full, so that a row's
     arithmetic does not depend on the other rows of its tile (the kernel's two loops may round differently).
     """
@@ -44,7 +44,7 @@ class TilingRule:
     num_kv_heads: int
     page_size: int
     card_times: CardTimes
-    head_bytes: int
+    token_bytes: int
     partial_bytes: int
     fuse_up_to: int
     l2_bytes: int
@@ -210,14 +210,13 @@ def price(rule: TilingRule) -> PricedTilings:
             launch = launches[number, nth]
             launch[LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
             launch[LAUNCH_TILE], launch[LAUNCH_SPLITS] = tile_index, stage.num_splits
-    token_bytes = rule.head_bytes * rule.num_kv_heads
     times = rule.card_times
     costs = Costs(
         tiles=np.array([_tile_times(rule, tile) for tile in rule.tiles], np.int64),
-        token_bytes=token_bytes,
+        token_bytes=rule.token_bytes,
         partial_bytes=rule.partial_bytes,
         segment_size=rule.segment_size,
-        l2_tokens=rule.l2_bytes // token_bytes,
+        l2_tokens=rule.l2_bytes // rule.token_bytes,
         l2_percent=100 * times.bytes_per_us // times.l2_bytes_per_us,
         bytes_per_us=times.bytes_per_us,
         launch_ns=times.launch_ns,
