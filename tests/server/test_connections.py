@@ -369,3 +369,20 @@ def test_a_third_ctrl_c_breaks_the_connections_that_are_left() -> None:
         server.handle_exit(signal.SIGINT, None)
         broken.append(server.force_exit)
     assert broken == [False, False, True]
+
+
+def test_signals_end_the_server_but_for_those_that_it_is_started_to_ignore() -> None:
+    """`nohup` lets it ignore SIGHUP, and a script SIGINT where it starts the server in the background."""
+    server, numbers = running.AppServer(FastAPI(), shutdown_seconds=1), (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        for ignored in numbers:
+            for one in numbers:
+                signal.signal(one, signal.SIG_IGN if one is ignored else signal.SIG_DFL)
+            with server.capture_signals():
+                taken = [one for one in numbers if signal.getsignal(one) == server.handle_exit]
+                assert taken == [one for one in numbers if one is not ignored]
+            assert [signal.getsignal(one) is signal.SIG_IGN for one in numbers] == [one is ignored for one in numbers]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
