@@ -158,8 +158,13 @@ def test_states_of_two_halves_of_a_cache_merge() -> None:
     whole = attention.run(attention.plan(table, lens), q, cache)
     first = attention.run(attention.plan(table[:, :1], torch.full_like(lens, 16)), q, cache, return_lse=True)
     rest = attention.run(attention.plan(table[:, 1:].contiguous(), lens - 16), q, cache, return_lse=True)
-    out, _ = merge_states(*first, *rest)
+    out, lse = merge_states(*first, *rest)
     torch.testing.assert_close(out, whole)
+    sinks = torch.linspace(-3, 3, 8)
+    attention = BatchAttention(config_of(8, sinks=True), "cpu")
+    lowered, lse_beside_sinks = attention.run(attention.plan(table, lens), q, cache, return_lse=True, sinks=sinks)
+    torch.testing.assert_close(out * torch.sigmoid(lse - sinks)[..., None], lowered)
+    torch.testing.assert_close(lse, lse_beside_sinks)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from trunkattn.gpu.portable.write_kv import write_on_gpu
 from trunkattn.layer_inputs import LayerInputs, of_layer
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.work_list import UNLIMITED
-from trunkattn.reference import latent_attention
+from trunkattn.reference import latent_attention, paged_attention
 
 from ..attention.cases import fraction
 from .kernel_cases import CPU, make_card
@@ -117,6 +117,21 @@ def test_several_query_tokens_and_prompt_chunks_are_rows_of_tiles(policy: str, h
     step = assert_equals_oracle(GpuBackend(config_of(heads, policy=policy), CPU), batch, window)
     assert step.gpu_plan.chunks is None
     assert {launch.work for launch in step.gpu_plan.launches} <= {Work.LATENT, Work.MERGE}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"logits_soft_cap": 2.0, "policy": "pat"}])
+def test_a_sink_lowers_outputs_and_changes_no_lse(options: dict[str, Any]) -> None:
+    config, batch = config_of(20, sinks=True, **options), tree_batch(TREE, 16)
+    (q, cache), sinks = tensors_of(config, batch), torch.linspace(-3, 3, 20)
+    backend = GpuBackend(config, CPU)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    out = torch.full((len(q), 20, LATENT), math.nan)
+    lse = backend.run(step, of_layer(config, arguments(q, cache)._replace(sinks=sinks)), out)
+    keys, tables = cache.unsqueeze(2), (torch.from_numpy(batch.block_table), torch.from_numpy(batch.seq_lens))
+    cap = config.logits_soft_cap
+    wanted = paged_attention(q, keys, keys[..., :LATENT], *tables, sm_scale=SCALE, logits_soft_cap=cap, sinks=sinks)
+    for found, want in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("capacity", [None, Capacity(8, 8, max_pages_per_request=8, num_pages=200)])

@@ -15,7 +15,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention state of the union of two disjoint sets of keys.
 
-    The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf). Source: RelayAttention,
+    The empty state is (0, -inf), the identity: merging two empty states gives (0, -inf). A sink belongs to the union:
+    merge states that were computed without sinks, then multiply out by sigmoid(lse - sink). Source: RelayAttention,
     https://arxiv.org/abs/2402.14808, §3.3.
 
     Args:
