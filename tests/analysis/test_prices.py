@@ -340,7 +340,8 @@ def test_tokens_that_some_sequence_sees_are_counted_once() -> None:
     batch = DecodeBatch.of(table, np.array([50, 40, 10], np.int32), 16)
     assert seen_tokens(batch) == 32 + 18 + 8 + 10
     assert seen_tokens(batch, 20) == (32 - 20) + 18 + 8 + 10
-    assert seen_tokens(DecodeBatch.of(table[:0], np.zeros(0, np.int32), 16)) == 0
+    for window in (20, UNLIMITED):
+        assert seen_tokens(DecodeBatch.of(table[:0], np.zeros(0, np.int32), 16), window) == 0
 
 
 @settings(max_examples=fraction(3))
@@ -364,6 +365,16 @@ def test_every_kind_of_attention_is_priced(name: str) -> None:
     batch = DecodeBatch.of(np.repeat(table, 8, axis=0), np.full(16, 3200, np.int32), 16)
     found = Prices(model_shape(name), PRICES.card).attention(batch)
     assert 0 < found.shared_us < found.one_by_one_us
+
+
+def test_latent_attention_of_what_is_not_shared_takes_its_time_one_by_one() -> None:
+    """Its baseline is our own kernel, of which the tilings that share nothing are compared."""
+    table = np.arange(16 * 200, dtype=np.int32).reshape(16, 200)
+    prices, lens = Prices(model_shape("deepseek-v2-lite"), PRICES.card), np.full(16, 3200, np.int32)
+    apart = prices.layer(DecodeBatch.of(table, lens, 16))
+    assert apart.one_by_one_us == apart.shared_us
+    shared = prices.layer(DecodeBatch.of(np.hstack([np.repeat(table[:1, :190], 16, 0), table[:, 190:]]), lens, 16))
+    assert shared.shared_us < shared.one_by_one_us <= apart.one_by_one_us
 
 
 def test_predictions_are_those_of_the_result_and_close_to_what_was_measured() -> None:

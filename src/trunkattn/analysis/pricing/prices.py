@@ -243,8 +243,6 @@ class Prices:
 def seen_tokens(batch: DecodeBatch, window: int = UNLIMITED) -> int:
     """Number of tokens that the sequences of a decode step see, each shared token counted once."""
     forest = batch.forest
-    if window == UNLIMITED or not len(forest.order):
-        return int((forest.token_end - forest.token_start).sum())
     longest_start = np.maximum(batch.seq_lens[forest.order] - window, 0)
     ranges = np.stack([forest.row_start, forest.row_end], axis=1).ravel()
     first = np.minimum.reduceat(np.append(longest_start, UNLIMITED), ranges)[::2]
