@@ -26,7 +26,7 @@ def test_every_variable_is_named() -> None:
 
 
 def test_keys_of_the_variable_stand_between_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "`TRUNKATTN_API_KEY` | `trunkattn serve` | [keys](server.md#keys-tenants-and-limits), with spaces" in TABLE
+    assert "`TRUNKATTN_API_KEY` | `trunkattn serve` | [keys](server.md#keys-and-tenants), with spaces" in TABLE
     monkeypatch.setenv("TRUNKATTN_API_KEY", "one two")
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     assert list(command.make_context("serve", ["model"]).params["api_key"]) == ["one", "two"]

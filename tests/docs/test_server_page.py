@@ -1,17 +1,19 @@
 """The server's guide names every path, every option, every limit of a request with its value, every status, and every
 field that changes nothing.
 
-The row of the guide's table that is about a limit is written here, so that a limit without a row fails too.
+The rows of the guide's tables of limits are written here, so that a limit without a row fails too.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, get_args
 
 import pytest
 import typer
+from annotated_types import Le, MaxLen
 
 from trunkattn.cli.app import app
 from trunkattn.cli.options.kinds import SERVER
@@ -25,42 +27,75 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guide/server.md").read_text()
 UNITS: Final = MappingProxyType({"MiB": 1 << 20, "GiB": 1 << 30})
 OPTIONS = {field.name: field.default for field in fields(ServerOptions)}
+# The head of a table, its rows, and the limits that a row's numbers are, in order
 ROWS: Final = MappingProxyType(
     {
-        "prompts, messages, parts of a message": ("prompts", "messages", "parts"),
-        "tools; calls in a message": ("tools", "tool_calls"),
-        "characters of the name of a tool, a role or a schema": ("name",),
-        "characters of `model`, `user`, `cache_salt` or an id of a call": ("label",),
-        "`stop`": ("stop", "stop_characters"),
-        "`logprobs`, `top_logprobs`": ("logprobs",),
-        "log-probabilities of prompts and answers: of a request, and of all at a time": ("logprob_entries",),
-        "`temperature`": ("temperature",),
-        "`top_k`": ("top_k",),
-        "`logit_bias`": ("biases", "bias"),
-        "`stop_token_ids`, `allowed_token_ids`": ("stop_token_ids", "allowed_token_ids"),
-        "`modalities`": ("modalities",),
-        "`bad_words`": ("bad_words", "word"),
-        "answers: `n`, times the prompts": ("max_answers",),
-        "a schema: properties, values of enums, characters": ("max_properties", "max_enum_values", "max_characters"),
-        "a schema: references in a row, levels of JSON": ("max_chain", "max_depth"),
-        "other fields of any JSON: levels": ("depth",),
-        "a schema: values; characters as JSON text": ("max_values", "max_text"),
-        "open live pages of a tenant": ("live_pages",),
-        "a regular expression; a pattern": ("max_regex_characters",),
-        "a grammar": ("max_characters", "max_rules", "max_chain"),
-        "commas of a body, also within texts": ("values",),
-        "values of a body that has no token ids; texts, names, lists, mappings and fractions of any": ("nodes",),
-        "digits of a number in a row": ("digits",),
-        "names that do not exist": ("unknown",),
-        "a body; all large ones at a time": ("max_body_bytes", "bodies"),
-        "the head of a request; its body": ("header_seconds", "body_seconds"),
-        "a connection between two requests": ("idle_seconds",),
-        "a client that does not read its answer": ("write_seconds",),
-        "the model's template; a form, and a token of it": ("template_seconds", "form_seconds", "form_token_seconds"),
-        "a token of all answers with forms at a time": ("form_token_seconds",),
-        "memory of the process that tries a form; all forms that are kept": ("form_bytes", "cache_bytes"),
+        "| field | at most | OpenAI's |": {
+            "`allowed_token_ids`": ("allowed_token_ids",),
+            "`arguments` of a call": ("depth", "nodes"),
+            "`bad_words`": ("bad_words", "word"),
+            "`cache_salt`": ("label",),
+            "`chat_template_kwargs`": ("depth",),
+            "`content` of a message": ("parts",),
+            "`id` of a call, `tool_call_id`": ("label",),
+            "`logit_bias`": ("biases", "bias"),
+            "`logprobs`, `top_logprobs`": ("logprobs", "logprob_entries"),
+            "`max_tokens`, `max_completion_tokens`": (),
+            "`messages`": ("messages",),
+            "`modalities`": ("modalities",),
+            "`model`": ("label",),
+            "`n`": ("max_answers",),
+            "`name` of a message, tool, function or schema": ("name",),
+            "`parameters` of a function": ("depth",),
+            "`prompt`": ("prompts",),
+            "`response_format`, `structured_outputs`": (),
+            "`role`": ("name",),
+            "`stop`": ("stop", "stop_characters"),
+            "`stop_token_ids`": ("stop_token_ids",),
+            "`temperature`": ("temperature",),
+            "`tool_calls`": ("tool_calls",),
+            "`tools`": ("tools",),
+            "`top_k`": ("top_k",),
+            "`user`": ("label",),
+        },
+        "| of a form | at most | OpenAI's |": {
+            "schema: properties": ("max_properties",),
+            "schema: values of all enums; `choice`: texts": ("max_enum_values",),
+            "schema: characters of all names and texts; `choice`: characters": ("max_characters",),
+            "schema: values of any kind": ("max_values",),
+            "schema: characters, where it is JSON text": ("max_text",),
+            "schema: levels of lists and mappings": ("max_depth",),
+            "schema: references in a row": ("max_chain",),
+            "`regex`, or a `pattern` of a schema": ("max_regex_characters",),
+            "`grammar`": ("max_characters", "max_rules", "max_chain"),
+            "to compile it": ("form_seconds", "form_bytes"),
+            "each token of an answer": ("form_token_seconds",),
+        },
+        "| of a body | at most |": {
+            "bytes": ("max_body_bytes",),
+            "commas, also within texts": ("values",),
+            "texts, names, lists, mappings and fractions; in a chat, and for `/tokenize`, also all values": ("nodes",),
+            "digits of a number in a row": ("digits",),
+            "names that do not exist": ("unknown",),
+        },
+        "| what takes time | at most |": {
+            "the head of a request arrives": ("header_seconds",),
+            "the body of a request arrives": ("body_seconds",),
+            "a connection is idle between two requests": ("idle_seconds",),
+            "a client does not read its answer": ("write_seconds",),
+            "the model's chat template runs": ("template_seconds",),
+        },
+        "| of all requests at a time | at most | above that |": {
+            "requests without a first token, also those that wait for the tokenizer": ("max_waiting",),
+            "log-probabilities of prompts and answers": ("logprob_entries",),
+            "forms of answers: time for one token of each answer": ("form_token_seconds",),
+            "forms of answers: memory of those that are kept": ("cache_bytes",),
+            "bodies over 64 KiB that are read or answered": ("bodies",),
+            "live pages of a tenant": ("live_pages",),
+        },
     }
 )
+FIELDS: Final = "| field | at most | OpenAI's |"
 
 
 def table(head: str) -> dict[str, str]:
@@ -82,17 +117,39 @@ def limit(name: str) -> float:
     return float(OPTIONS[name])
 
 
-def test_every_row_of_the_limits_says_what_the_server_does() -> None:
-    rows = table("| what | here | OpenAI's |")
-    assert rows.keys() == ROWS.keys()
-    for row, names in ROWS.items():
-        said, limits = numbers(rows[row]), [limit(name) for name in names]
-        assert said[: len(names)] in (limits, sorted(set(limits))), row  # one number may be that of all
+@pytest.mark.parametrize("head", ROWS)
+def test_every_row_of_the_limits_says_what_the_server_does(head: str) -> None:
+    rows = table(head)
+    assert rows.keys() == ROWS[head].keys()
+    for row, names in ROWS[head].items():
+        assert numbers(rows[row])[: len(names)] == [limit(name) for name in names], row
 
 
 def test_every_limit_has_a_row() -> None:
     limits = {field.name for owner in (RequestLimits, FormLimits) for field in fields(owner)} - {"forms"}
-    assert not limits - {name for names in ROWS.values() for name in names}
+    assert not limits - {name for rows in ROWS.values() for names in rows.values() for name in names}
+
+
+def bounded(body: type[Body]) -> Iterator[str]:
+    """The fields of a body whose types have a largest size or number."""
+    for name, field in body.model_fields.items():
+        parts = [field]
+        while parts:
+            part = parts.pop()
+            metadata = getattr(part, "metadata", getattr(part, "__metadata__", ()))
+            bounds = [bound for each in metadata for bound in getattr(each, "metadata", (each,))]
+            if any(isinstance(bound, MaxLen | Le) for bound in bounds):
+                yield field.alias or name
+            parts.extend(get_args(getattr(part, "annotation", part)))
+
+
+def test_every_field_with_a_limit_has_a_row_in_alphabetical_order() -> None:
+    named = [re.findall(r"`(\w+)`", cell) for cell in table(FIELDS)]
+    assert named == sorted(named)
+    bodies = [each for each in vars(protocol).values() if isinstance(each, type) and issubclass(each, Body)]
+    limited = {name for body in bodies for name in bounded(body)}
+    assert {"n", "temperature", "tools"} - limited == {"n"}, "an operator sets n's"
+    assert not limited - {name for names in named for name in names} - {"regex", "choice", "grammar"}
 
 
 def test_a_wrong_number_of_the_table_is_seen() -> None:
