@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.engines.embedded_cpu import VOCABULARY, measure, model_file
+from benchmarks.lib.options import existing
 from benchmarks.lib.report import with_earlier, write_result
 from benchmarks.peers import llama_cpp
 from benchmarks.workloads.offline_batches import SHARED, UNSHARED, WorkloadShape, make_workload
@@ -83,7 +84,9 @@ def fastest(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-bench", type=Path, help="llama-batched-bench; without it llama.cpp is not measured")
+    parser.add_argument(
+        "--llama-bench", type=existing, help="llama-batched-bench; without it llama.cpp is not measured"
+    )
     parser.add_argument(
         "--weights", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="float32 always comes first"
     )

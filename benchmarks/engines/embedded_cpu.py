@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.options import existing
 from benchmarks.lib.report import write_result
 from benchmarks.workloads.offline_batches import SHARED, UNSHARED, Workload, make_workload
 from trunkattn import LLM, SamplingParams
@@ -61,8 +62,8 @@ def measure(llm: LLM, workload: Workload) -> tuple[dict[str, Any], list[list[int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-shared", type=Path, help="result of peers/vllm_cpu.py on 32 × (2048 + 64)")
-    parser.add_argument("--vllm-unshared", type=Path, help="the same on 32 × 256, nothing shared")
+    parser.add_argument("--vllm-shared", type=existing, help="result of peers/vllm_cpu.py on 32 × (2048 + 64)")
+    parser.add_argument("--vllm-unshared", type=existing, help="the same on 32 × 256, nothing shared")
     arguments = parser.parse_args()
     cases = {
         "32 × (2048 + 64)": (make_workload(SHARED, VOCABULARY), arguments.vllm_shared),

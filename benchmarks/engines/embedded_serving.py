@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.engines.embedded_cpu import model_file
-from benchmarks.lib.options import integer, positive, usable_device
+from benchmarks.lib.options import existing, integer, positive, usable_device
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.page.plots.embedded_serving import draw, print_table
 from benchmarks.workloads import conversation_lengths, poisson_arrivals
@@ -282,10 +282,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count, budget = integer(1, 100_000), integer(1, 1_000_000)
     parser.add_argument(
-        "--model", type=Path, help="folder or GGUF file; default: SmolLM2-135M, on a GPU Llama-3-8B's shape"
+        "--model", type=existing, help="folder or GGUF file; default: SmolLM2-135M, on a GPU Llama-3-8B's shape"
     )
     parser.add_argument("--device", type=usable_device, choices=list(SCALES), default="cpu")
-    parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: lengths drawn like them")
+    parser.add_argument(
+        "--trace", type=existing, help="JSON lines in Mooncake's format; default: lengths drawn like them"
+    )
     parser.add_argument("--requests", type=count, help="that arrive in each run; default: 60, on a GPU 40")
     parser.add_argument("--rate", type=positive, help=f"requests per second; default: {UTILISATION} of what completes")
     parser.add_argument("--budgets", type=budget, nargs="+", help="of chunked_prefill, in tokens")

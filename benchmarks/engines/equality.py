@@ -179,7 +179,7 @@ def read_arguments(given: Sequence[str] | None = None) -> tuple[Adapter, argpars
     parser.add_argument("--suffix", default="", help="of the result's name")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     parser.add_argument("--work", nargs=3, metavar=("CASE", "BACKEND", "FILE"), help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=integer(1, 65535), help=argparse.SUPPRESS)
     engine, arguments = parse(parser, given)
     cases = engine.CASES
     fitting = [name for name, case in cases.items() if case.cards == 1 and case.backends_on(arguments.device)]

@@ -33,7 +33,7 @@ from benchmarks.engines.counters import counted, counters
 from benchmarks.engines.interface import Adapter, Online, Start, vocabulary
 from benchmarks.engines.replay import replay
 from benchmarks.lib import turn_lock
-from benchmarks.lib.options import positive
+from benchmarks.lib.options import existing, positive
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.lib.turn_lock import starting, turn
 from benchmarks.workloads import arrivals as workloads
@@ -180,7 +180,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     add_engine(parser)
     add_model(parser)
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
+    parser.add_argument("--trace", type=existing, help="a trace in Mooncake's format")
     parser.add_argument("--backends", nargs="+", help="the first is what others are compared with")
     parser.add_argument("--workloads", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--quick", action="store_true", help="short documents for five seconds instead of all; SGLang")

@@ -60,6 +60,7 @@ from benchmarks.engines.interface import Start, vocabulary
 from benchmarks.engines.pace import measure, table, traced_or_why
 from benchmarks.engines.tpot_answers import Results, outcome, run_backends
 from benchmarks.lib import turn_lock
+from benchmarks.lib.options import integer
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.lib.turn_lock import starting, turn
 from benchmarks.workloads.decode_batches import (
@@ -167,7 +168,7 @@ def command_line() -> argparse.ArgumentParser:
     batches.add_argument(
         "--workloads", nargs="+", help="six or all of the twelve batches, or some by their names, with --output"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="of each time, of which the median counts")
+    parser.add_argument("--repeats", type=integer(1, 1000), default=3, help="of each time, of which the median counts")
     parser.add_argument("--busy", action="store_true", help="trace some steps of each batch, too")
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     parser.add_argument(
@@ -178,8 +179,8 @@ def command_line() -> argparse.ArgumentParser:
         "--invariant", action="store_true", help="with VLLM_BATCH_INVARIANT=1, and ours also without; vLLM"
     )
     spread = parser.add_mutually_exclusive_group()
-    spread.add_argument("--tensor-parallel", type=int, default=1, help="cards that a model is spread over")
-    spread.add_argument("--dcp", type=int, default=1, help="cards that share each request; vLLM")
+    spread.add_argument("--tensor-parallel", type=integer(1, 64), default=1, help="cards that a model is spread over")
+    spread.add_argument("--dcp", type=integer(1, 64), default=1, help="cards that share each request; vLLM")
     turn_lock.add_options(parser)
     return parser
 
@@ -195,8 +196,6 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --workloads: {error}")
         if arguments.workloads[0] not in CHOICES and not arguments.output:
             parser.error("argument --workloads: some batches would take the place of a whole result: give --output")
-    if arguments.repeats < 1:
-        parser.error(f"argument --repeats: expected at least 1, got {arguments.repeats}")
     if arguments.turns and arguments.cold:
         parser.error("argument --turns: an engine's time until it is ready is not its own then: leave out --cold")
     if arguments.dcp > 1 and (arguments.shape or arguments.workloads):

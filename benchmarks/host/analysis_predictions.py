@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.options import existing
 from benchmarks.lib.report import RESULTS, write_result
 from benchmarks.workloads import arrivals
 from benchmarks.workloads.decode_batches import WORKLOADS, Workload
@@ -251,7 +252,7 @@ def fit(found: Sequence[Case], say: Callable[[str], None] = print) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, for the runs that take it")
+    parser.add_argument("--trace", type=existing, help="Mooncake's conversation trace, for the runs that take it")
     parser.add_argument("--fit", action="store_true", help="print the constants that fit best, and write nothing")
     arguments = parser.parse_args()
     found = list(cases())

@@ -19,7 +19,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from benchmarks.lib.options import integer
+from benchmarks.lib.options import existing, integer
 from benchmarks.lib.report import environment, write_result
 
 NAMES: Final = ("", "AttentionConfig", "BatchAttention", "Capacity", "flash_attention", "merge_states", "write_kv")
@@ -135,7 +135,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, action="append", help="root of a checkout; repeat it to compare")
+    parser.add_argument("--source", type=existing, action="append", help="root of a checkout; repeat it to compare")
     parser.add_argument("--rounds", type=integer(1, 100), default=3, help="of each figure; default 3")
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: results/first-call-cpu.json")
     options = parser.parse_args()

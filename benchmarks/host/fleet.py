@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.host.analysis_predictions import logged
+from benchmarks.lib.options import existing
 from benchmarks.lib.report import write_result
 from benchmarks.workloads import arrivals
 from trunkattn.analysis.ceiling import ceiling_of
@@ -65,7 +66,7 @@ def rows_of(name: str, requests: Sequence[LoggedRequest]) -> Iterator[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake's conversation trace")
+    parser.add_argument("--trace", type=existing, required=True, help="Mooncake's conversation trace")
     rows = []
     for name, requests in workloads(parser.parse_args().trace).items():
         for row in rows_of(name, requests):

@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import trunkattn
-from benchmarks.lib.options import integer, need_gpu
+from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import environment, short_name, write_result
 
 PAGE_SIZE: Final = 16
@@ -194,7 +194,7 @@ def least(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, action="append", help="root of a checkout; repeat it to compare")
+    parser.add_argument("--source", type=existing, action="append", help="root of a checkout; repeat it to compare")
     parser.add_argument("--calls", type=integer(10, 10_000), default=300, help="of each function; default 300")
     parser.add_argument("--rounds", type=integer(1, 100), default=3, help="processes of each checkout; default 3")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: both")

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.decode import HEADS, PAGE_SIZE, Case, Run, make_case, measure
+from benchmarks.kernels.decode import HEADS, PAGE_SIZE, TREE, Case, Run, make_case, measure
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
 from benchmarks.kernels.tile_lists import arrays_of, list_tiles, make_run, planned_bytes, rule_on_card
 from benchmarks.lib.internals import step_of
 from benchmarks.lib.options import need_gpu
 from benchmarks.lib.report import short_name, write_result
-from benchmarks.workloads import parse_tree, tree_batch
 from trunkattn import AttentionConfig, BatchAttention
 from trunkattn.gpu.portable.spec import tiles_of as decode_tiles
 from trunkattn.gpu.portable.spec import without_subtiles
@@ -277,15 +276,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=("32/8",), choices=HEADS, help="query heads / KV heads")
-    parser.add_argument("--trees", nargs="+", default=TREES, help="nodes per level _ tokens per level")
+    parser.add_argument("--trees", nargs="+", type=TREE, default=TREES, help="nodes per level _ tokens per level")
     parser.add_argument("--no-ncu", action="store_true", help="count no bytes")
     parser.add_argument("--once", action="store_true", help="run each variant once and print nothing: for ncu")
     parsed = parser.parse_args(arguments)
-    for tree in parsed.trees:
-        try:
-            tree_batch(parse_tree(tree), PAGE_SIZE)
-        except ValueError as reason:
-            parser.error(f"argument --trees: {reason}")
     need_gpu()
     return parsed
 

@@ -14,18 +14,27 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE, TOLERANCE, ceilings, largest_error, make_case, microseconds
+from benchmarks.kernels.decode import (
+    HEAD_DIM,
+    HEADS,
+    PAGE_SIZE,
+    TOLERANCE,
+    TREE,
+    ceilings,
+    largest_error,
+    make_case,
+    microseconds,
+)
 from benchmarks.kernels.ragged_batches import make_batches
 from benchmarks.kernels.ragged_batches import make_case as make_ragged_case
 from benchmarks.kernels.tile_lists import list_tiles, make_run, tile_rule
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.pat_trees import PAT_TREES
@@ -191,13 +200,13 @@ def random_steps(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", default=("32/8", "16/8"), help="query heads / KV heads")
-    parser.add_argument("--trees", nargs="*", default=PAT_TREES)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=("32/8", "16/8"), help="query heads / KV heads")
+    parser.add_argument("--trees", nargs="*", type=TREE, default=PAT_TREES)
     parser.add_argument(
         "--ragged", nargs="*", default=RAGGED, help="workloads and their requests, such as conversation:64"
     )
-    parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
-    parser.add_argument("--seconds", type=float, default=120, help="that the fit may take; 0: no fit")
+    parser.add_argument("--fit", type=existing, help="a result of this script; measures nothing")
+    parser.add_argument("--seconds", type=integer(0, 100_000), default=120, help="that the fit may take; 0: no fit")
     arguments = parser.parse_args()
     if arguments.fit:
         result = json.loads(arguments.fit.read_text())

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from benchmarks.kernels.decode import Run, ceilings, microseconds
 from benchmarks.kernels.decode_cases import Shape, expected, make_case, relative_error
 from benchmarks.kernels.shapes import compile_ahead
 from benchmarks.lib.internals import backend_of
-from benchmarks.lib.options import integer, need_gpu
+from benchmarks.lib.options import accepted_by, existing, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
@@ -122,11 +121,13 @@ def timed(cell: Cell, attention: BatchAttention) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latent", action="store_true", help="the latent shapes, and the batches of mla.py")
-    parser.add_argument("--shapes", nargs="+", help="names")
-    parser.add_argument("--batches", nargs="+")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[shape.name for shape in (*SHAPES, *LATENT_SHAPES)], metavar="NAME"
+    )
+    parser.add_argument("--batches", nargs="+", type=accepted_by(parse_batch))
     parser.add_argument("--jobs", type=integer(0, 256), default=len(os.sched_getaffinity(0)), help="that compile")
     parser.add_argument("--seconds", type=integer(1, 100_000), default=300, help="after which no batch is begun")
-    parser.add_argument("--fit", type=Path, help="a result of this script; measures nothing")
+    parser.add_argument("--fit", type=existing, help="a result of this script; measures nothing")
     parser.add_argument("--fit-seconds", type=integer(0, 100_000), default=60, help="for each family; 0: no fit")
     arguments = parser.parse_args()
     if arguments.fit:

@@ -22,14 +22,15 @@ import triton.language as tl
 
 from benchmarks.kernels import decode_cases
 from benchmarks.kernels.decode_cases import Shape, expected, ours, sol_us
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import accepted_by, need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import PEERS, Case, Run
 from benchmarks.workloads.pat_trees import PAT_TREES
-from trunkattn.analysis.trees import parse_tree
+from trunkattn.analysis.trees import parse_tree, tree_batch
 
 HEADS = ("32/32", "16/8", "32/8", "64/8")
 HEAD_DIM, PAGE_SIZE = 128, 16
+TREE = accepted_by(lambda text: tree_batch(parse_tree(text), PAGE_SIZE))  # a value of --trees
 OURS = ("trunkattn", "trunkattn_one_graph")
 # Replays before those that are timed: right after the check in float64 a card was up to 20 % slower
 WARM_UP_SECONDS = 0.05
@@ -148,7 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads / KV heads")
-    parser.add_argument("--trees", nargs="+", default=PAT_TREES, help="nodes per level _ tokens per level")
+    parser.add_argument("--trees", nargs="+", type=TREE, default=PAT_TREES, help="nodes per level _ tokens per level")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
     parser.add_argument("--peers", nargs="*", default=tuple(PEERS), choices=tuple(PEERS), help="default: all")

@@ -33,7 +33,7 @@ import torch
 from benchmarks.kernels.training_cells import Inputs, Results, measure, random_inputs, relative_error, shown
 from benchmarks.kernels.training_peers import ATTENTIONS, Shape, parse_shape
 from benchmarks.lib.internals import training_kernel
-from benchmarks.lib.options import usable_device
+from benchmarks.lib.options import parsed_by, usable_device
 from benchmarks.lib.report import RESULTS, short_name, with_earlier, write_result
 from trunkattn.gpu.kernel import Work
 
@@ -121,16 +121,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
-    parser.add_argument("--shapes", nargs="+", help='such as "causal 8x2048 32/8 D 128"; default: five')
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=parsed_by(parse_shape),
+        default=[],
+        help='such as "causal 8x2048 32/8 D 128"; default: five',
+    )
     parser.add_argument("--grid", action="store_true", help="lengths of 512 to 16k, 16k tokens in all")
     parser.add_argument("--wide", action="store_true", help="heads of 96, 192 with values of 128, and 256")
     parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
     parser.add_argument("--untimed", action="store_true", help="compare results only; keep nothing")
     options = parser.parse_args()
-    try:
-        shapes = [*map(parse_shape, options.shapes or ()), *GRID * options.grid, *WIDE * options.wide] or list(SHAPES)
-    except ValueError as reason:
-        parser.error(f"argument --shapes: {reason}")
+    shapes = [*options.shapes, *GRID * options.grid, *WIDE * options.wide] or list(SHAPES)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         rows.append(row_of(shape, options.attentions, options.device, not options.untimed))

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.kernels.calibration_families import LATENT_SCALE
 from benchmarks.kernels.decode import ceilings, microseconds
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import accepted_by, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
@@ -196,8 +196,8 @@ def fp8_row(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", type=int, default=HEADS)
-    parser.add_argument("--batches", nargs="+", default=BATCHES)
+    parser.add_argument("--heads", nargs="+", type=integer(1, 1024), default=HEADS)
+    parser.add_argument("--batches", nargs="+", type=accepted_by(parse_batch), default=BATCHES)
     parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16")
     arguments = parser.parse_args()
     need_gpu()

@@ -27,7 +27,7 @@ import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE, TOLERANCE, microseconds
 from benchmarks.kernels.decode_cases import CAPPED_QUERIES, Shape, attend
 from benchmarks.lib.internals import take_prefill_tile
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.peers.gpu_kernels import Case, Features, Run
 from benchmarks.peers.gpu_prefill import PREFILL_PEERS
@@ -248,15 +248,17 @@ def prompt_shapes(names: list[str]) -> list[Shape]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="*", default=list(PREFILL_PEERS), choices=list(PREFILL_PEERS))
-    parser.add_argument("--chunks", nargs="+", type=int, default=CHUNKS, help="query tokens of the one request")
-    parser.add_argument("--cached", nargs="+", type=int, default=CACHED, help="tokens before them")
+    parser.add_argument(
+        "--chunks", nargs="+", type=integer(1, 1_000_000), default=CHUNKS, help="query tokens of the one request"
+    )
+    parser.add_argument("--cached", nargs="+", type=integer(0, 1_000_000), default=CACHED, help="tokens before them")
     parser.add_argument("--tiles", action="store_true", help="time candidate tiles instead")
     parser.add_argument("--shapes", nargs="*", help=f"time models' shapes instead; without names {MODELS}")
     arguments = parser.parse_args()
     try:
         chosen = prompt_shapes(arguments.shapes or [])
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"argument --shapes: {error}")
     need_gpu()
     name = torch.cuda.get_device_name()
     card = short_name(name)

@@ -17,7 +17,6 @@ take (peers/gpu_kernels.py).
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
 from benchmarks.kernels.decode_cases import FLUSH_BYTES
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch, agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
@@ -233,13 +232,11 @@ def line_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: no mooncake workload")
-    parser.add_argument("--requests", nargs="+", type=int, default=(64, 256), help="batch sizes")
+    parser.add_argument("--trace", type=existing, help="JSON lines in Mooncake's format; default: no mooncake workload")
+    parser.add_argument("--requests", nargs="+", type=integer(1, 100_000), default=(64, 256), help="batch sizes")
     parser.add_argument("--heads", nargs="+", default=("32/8",), choices=HEADS, help="query heads / KV heads")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     arguments = parser.parse_args()
-    if min(arguments.requests) < 1:
-        parser.error(f"argument --requests: expected at least 1, got {min(arguments.requests)}")
     trace = read_trace(arguments.trace) if arguments.trace else ()
     batches = {count: make_batches(trace, count) for count in arguments.requests}
     need_gpu()

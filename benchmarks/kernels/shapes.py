@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.shape_cells import Limits, Shape, compiled, empty_row, kernels_of, measured_limits, measured_row
-from benchmarks.lib.options import integer, need_gpu
+from benchmarks.lib.options import integer, need_gpu, parsed_by
 from benchmarks.lib.report import RESULTS, environment, short_name, write_result
 from benchmarks.lib.subprocesses import Apart, Lost
 from benchmarks.workloads.shape_table import (
@@ -194,22 +194,6 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['shape']}, {row['batch']}: SOL {row['sol_us']}, {', '.join(cells)}"
 
 
-def batch(text: str) -> TreeLevels:
-    """Parses a value of --batches."""
-    try:
-        return parse_batch(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def named(text: str) -> tuple[Shape, ...]:
-    """Parses a value of --shapes."""
-    try:
-        return shapes_named(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def check_pages(parser: argparse.ArgumentParser, shapes: Sequence[Shape], trees: Sequence[TreeLevels]) -> None:
     """Checks that whole pages are shared: others cannot be."""
     for shape in shapes:
@@ -221,8 +205,9 @@ def check_pages(parser: argparse.ArgumentParser, shapes: Sequence[Shape], trees:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    named, batches = parsed_by(shapes_named), [*map(parse_batch, BATCHES)]
     parser.add_argument("--shapes", nargs="+", type=named, default=[SHAPES], help="parts of their names; default: all")
-    parser.add_argument("--batches", nargs="+", type=batch, default=[*map(batch, BATCHES)], help="default: eight")
+    parser.add_argument("--batches", nargs="+", type=parsed_by(parse_batch), default=batches, help="default: eight")
     parser.add_argument(
         "--seconds", type=integer(1, 100_000), default=420, help="after which no cell is begun; default: 420"
     )

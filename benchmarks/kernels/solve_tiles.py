@@ -15,6 +15,7 @@ from rich.progress import track
 from benchmarks.kernels.compile_kernels import compile_decode
 from benchmarks.kernels.cross_compile import Target
 from benchmarks.kernels.tile_solver import ARCHITECTURES, Memory, reasons_against
+from benchmarks.lib.options import integer
 from benchmarks.lib.report import write_result
 from trunkattn.gpu.portable.spec import DECODE_TILES
 from trunkattn.gpu.tiles import GpuTile
@@ -39,10 +40,10 @@ def candidates() -> list[GpuTile]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, default=90, choices=sorted(ARCHITECTURES))
-    parser.add_argument("--latency-ns", type=int, required=True)
-    parser.add_argument("--bytes-per-ns", type=int, default=4574)
-    parser.add_argument("--num-sms", type=int, default=132)
+    parser.add_argument("--capability", type=integer(80, 200), default=90, choices=sorted(ARCHITECTURES))
+    parser.add_argument("--latency-ns", type=integer(1, 100_000), required=True)
+    parser.add_argument("--bytes-per-ns", type=integer(1, 1_000_000), default=4574)
+    parser.add_argument("--num-sms", type=integer(1, 10_000), default=132)
     arguments = parser.parse_args()
     memory = Memory(arguments.latency_ns, arguments.bytes_per_ns, arguments.num_sms)
     figures = {"latency_ns": memory.latency_ns, "bytes_per_ns": memory.bytes_per_ns, "processors": memory.num_sms}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.training_cells import milliseconds, random_inputs
-from benchmarks.lib.options import need_gpu
+from benchmarks.lib.options import integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
 
 TOKENS, WIDTH = 16384, 4096  # WIDTH: of all heads together
@@ -71,7 +71,7 @@ def _tile_time(name: str, tile: Any, saved: tuple[torch.Tensor, ...], sequences:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES))
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=integer(1, 256), default=128)
     options = parser.parse_args()
     need_gpu()
     card = torch.cuda.get_device_name()

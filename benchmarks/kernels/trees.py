@@ -42,7 +42,7 @@ from benchmarks.kernels.training_cells import (
 )
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, own_training_kernels, training_kernel
-from benchmarks.lib.options import accepted_by, usable_device
+from benchmarks.lib.options import accepted_by, integer, usable_device
 from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from trunkattn import PrefixTree
@@ -195,7 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--attentions", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--heads", type=parse_heads, default=(32, 8))
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=integer(1, 256), default=128)
     parser.add_argument("--untimed", action="store_true", help="compare results only, which compiles; keep nothing")
     parser.add_argument("--plans", action="store_true", help="measure only plans, for rows that the result has")
     options = parser.parse_args()

@@ -4,6 +4,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+Parsed = TypeVar("Parsed")
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -25,14 +28,33 @@ def positive(text: str) -> float:
     return number
 
 
-def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Checks a text by a function that raises ValueError for what it does not accept, and returns the text."""
+def existing(text: str) -> Path:
+    """Parses the path of a file or a folder, which must be there before anything is measured."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: expected a file or a folder that is there")
+    return path
 
-    def check(text: str) -> str:
+
+def parsed_by(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """Parses by a function that raises ValueError for what it does not accept. The error says why, which argparse by
+    itself leaves out."""
+
+    def parse_or_say_why(text: str) -> Parsed:
         try:
-            parse(text)
+            return parse(text)
         except ValueError as reason:
             raise argparse.ArgumentTypeError(str(reason)) from reason
+
+    return parse_or_say_why
+
+
+def accepted_by(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Checks a text as `parsed_by` does, and returns the text."""
+    checked = parsed_by(parse)
+
+    def check(text: str) -> str:
+        checked(text)
         return text
 
     return check

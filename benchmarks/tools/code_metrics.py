@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from benchmarks.lib.options import existing
+
 PACKAGE: Final = "trunkattn"
 MOST_PARAMETERS: Final = 12
 
@@ -176,7 +178,7 @@ def metrics(root: Path, listed: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Counts of a checkout's code, as JSON.")
-    parser.add_argument("--source", type=Path, action="append", help="root of a checkout; repeat it to compare")
+    parser.add_argument("--source", type=existing, action="append", help="root of a checkout; repeat it to compare")
     parser.add_argument("--list", action="append", choices=tuple(COUNTED), default=[], help="also list the places")
     options = parser.parse_args()
     roots = options.source or [Path(__file__).parents[2]]

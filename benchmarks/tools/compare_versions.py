@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.lib.options import existing, integer
 from benchmarks.lib.report import short_name, write_result
 
 Cells = dict[str, float]
@@ -141,12 +142,12 @@ def compared(before: Cells, after: Cells, unit: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a checkout of the older version")
-    parser.add_argument("--after", type=Path, default=Path(__file__).parents[2], help="default: this one")
+    parser.add_argument("--before", type=existing, required=True, help="a checkout of the older version")
+    parser.add_argument("--after", type=existing, default=Path(__file__).parents[2], help="default: this one")
     parser.add_argument(
         "--part", nargs="+", choices=[*GPU_PARTS, *CPU_PARTS], help="default: all of the GPU, or the CPU"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of each version")
+    parser.add_argument("--rounds", type=integer(1, 100), default=2, help="of each version")
     parser.add_argument("--name", default="compare", help="of the result file")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()

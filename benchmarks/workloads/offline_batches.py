@@ -12,6 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lib.options import integer
+
+MOST = 2**31 - 1  # of each option
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -74,12 +78,22 @@ def main() -> None:
         description="Write a batch of random prompts as JSON.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("output", type=Path, help="JSON file to write")
-    parser.add_argument("--num-requests", type=int, default=SHARED.num_requests, help="requests in the batch")
-    parser.add_argument("--shared-tokens", type=int, default=SHARED.shared_tokens, help="prefix common to all prompts")
-    parser.add_argument("--private-tokens", type=int, default=SHARED.private_tokens, help="rest of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=SHARED.max_tokens, help="output tokens per request")
-    parser.add_argument("--vocab-size", type=int, default=49152, help="token ids are below this; SmolLM2 has 49152")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random token ids")
+    parser.add_argument(
+        "--num-requests", type=integer(1, MOST), default=SHARED.num_requests, help="requests in the batch"
+    )
+    parser.add_argument(
+        "--shared-tokens", type=integer(0, MOST), default=SHARED.shared_tokens, help="prefix common to all prompts"
+    )
+    parser.add_argument(
+        "--private-tokens", type=integer(0, MOST), default=SHARED.private_tokens, help="rest of each prompt"
+    )
+    parser.add_argument(
+        "--max-tokens", type=integer(1, MOST), default=SHARED.max_tokens, help="output tokens per request"
+    )
+    parser.add_argument(
+        "--vocab-size", type=integer(2, MOST), default=49152, help="token ids are below this; SmolLM2 has 49152"
+    )
+    parser.add_argument("--seed", type=integer(0, MOST), default=0, help="seed of the random token ids")
     arguments = parser.parse_args()
     shape = WorkloadShape(
         num_requests=arguments.num_requests,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lib.options import no_options, usable_device
+from benchmarks.lib.options import accepted_by, existing, no_options, parsed_by, usable_device
+from benchmarks.workloads.shape_table import parse_batch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 README = (BENCHMARKS / "README.md").read_text()
@@ -51,6 +52,24 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_a_script_that_offers_cuda_looks_for_a_gpu(path: Path) -> None:
     text = path.read_text()
     assert 'add_argument("--device"' not in text or "type=usable_device" in text
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(BENCHMARKS)))
+def test_a_script_bounds_its_numbers(path: Path) -> None:
+    """One that did not would fail after hours, or measure nothing."""
+    assert not re.findall(r"type=(?:int|float)\b", path.read_text()), "see `integer` and `positive`"
+
+
+def test_values_are_refused_with_a_reason(tmp_path: Path) -> None:
+    assert existing(str(tmp_path)) == tmp_path
+    assert accepted_by(parse_batch)("4 x (8)") == "4 x (8)" and parsed_by(parse_batch)("4 x (8)").tokens == (8,)
+    for check, text, reason in (
+        (existing, str(tmp_path / "none"), "none: expected a file or a folder that is there"),
+        (accepted_by(parse_batch), "4", "batch '4': expected a batch such as"),
+        (parsed_by(parse_batch), "4", "batch '4': expected a batch such as"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=reason):
+            check(text)
 
 
 def test_a_script_without_options_answers_help_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_a_step_is_a_plan_and_32_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--requests", "8", "0"], "argument --requests: expected at least 1, got 0"),
+        (["--requests", "8", "0"], "argument --requests: expected an integer from 1 to 100000, got '0'"),
         (["--heads", "3/2"], "argument --heads: invalid choice: '3/2'"),
     ],
 )

@@ -199,7 +199,7 @@ def test_the_name_of_a_result_tells_what_was_asked_for(model: str) -> None:
     [
         ([], "one of the arguments --model --shape is required"),
         (["--shape", "gpt-oss", "--dcp", "2"], "leave out --shape and --workloads"),
-        (["--shape", "gpt-oss", "--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["--shape", "gpt-oss", "--repeats", "0"], "argument --repeats: expected an integer from 1 to 1000, got '0'"),
         (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
         (
             ["--shape", "gpt-oss", "--workloads", "7"],
@@ -250,7 +250,7 @@ def test_transformers_reads_a_shape(name: str, tmp_path: Path) -> None:
     [
         (["--model", "nowhere"], "argument --model: nowhere has no config.json"),
         (["--quick", "--workloads", "six"], "not allowed with argument"),
-        (["--repeats", "0"], "argument --repeats: expected at least 1, got 0"),
+        (["--repeats", "0"], "argument --repeats: expected an integer from 1 to 1000, got '0'"),
         (["--device", "cpu", "--busy"], "argument --busy: it tells of a card: leave out --device cpu"),
         (["--workloads", "8 x (8192)"], "take the place of a whole result: give --output"),
         (["--turns", "lock"], "argument --turns: several engines on one card need --kv-gib"),
