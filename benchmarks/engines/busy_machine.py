@@ -57,7 +57,7 @@ def run(setting: str, most_seconds: float = 600.0) -> list[float]:
 
 def measure_here() -> list[float]:
     """Seconds of each run in this process."""
-    from benchmarks.engines.embedded_cpu import model_file
+    from benchmarks.lib.smollm2 import model_file
     from trunkattn import LLM, SamplingParams
 
     llm = LLM(model_file(), page_size=16, max_model_len=1024, device="cpu")

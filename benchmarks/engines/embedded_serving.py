@@ -36,9 +36,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.engines.embedded_cpu import model_file
 from benchmarks.lib.options import existing, integer, positive, usable_device
 from benchmarks.lib.report import short_name, write_result
+from benchmarks.lib.smollm2 import model_file
 from benchmarks.page.plots.embedded_serving import draw, print_table
 from benchmarks.workloads import conversation_lengths, poisson_arrivals
 from benchmarks.workloads.traces import read_trace

@@ -41,11 +41,11 @@ from benchmarks.engines.serve_load import (
     gauges,
     memory_mb,
     ours,
-    save_folder,
     server,
 )
 from benchmarks.lib.options import integer, usable_device
-from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
+from benchmarks.lib.report import environment, read_result, short_name, with_earlier, write_result
+from benchmarks.lib.smollm2 import save_folder
 
 COMPLETE: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -263,9 +263,9 @@ def load(url: str, expected: dict[str, str], seconds: int) -> str:
     return ", ".join(f"{what} {count}" for what, count in sorted(clients.seen.items()))
 
 
-def held_pages(url: str, seconds: float = 10.0) -> float:
+def held_pages(url: str) -> float:
     """Pages that the server holds, once nothing is left or after some seconds."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 10
     while (left := gauges(url))["kv_pages_in_use"] and time.monotonic() < end:
         time.sleep(0.1)
     return left["kv_pages_in_use"]
@@ -322,8 +322,7 @@ def run(folder: Path, kinds: dict[str, Act], device: str) -> list[dict[str, Any]
 
 def measured_kinds(device: str) -> set[str]:
     """The kinds that the result has of this commit."""
-    path = RESULTS / f"{result_of(device)}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = read_result(result_of(device)).get("rows", ())
     return {row["kind"] for row in rows if row.get("commit") == environment()["commit"]}
 
 

@@ -29,8 +29,8 @@ import httpx
 
 from benchmarks.lib.options import integer
 from benchmarks.lib.report import write_result
+from benchmarks.lib.smollm2 import model_file, save_folder
 from trunkattn import LLM, SamplingParams
-from trunkattn.cli.demo.model import find_demo_model
 
 NAME, KEY = "smollm2", "the-right-key"
 PATH: Final = "/v1/completions"
@@ -52,21 +52,6 @@ QUESTIONS: Final = ("What is known?", "Who studied them?", "Why do they matter?"
 def documents(count: int, sentences: int) -> list[str]:
     """Prompts: `count` documents, each with all questions."""
     return [DOCUMENT.format(subject) * sentences + question for subject in SUBJECTS[:count] for question in QUESTIONS]
-
-
-def save_folder(folder: Path) -> None:
-    """SmolLM2 in safetensors, which every server reads, without the conversion of a GGUF file."""
-    path = find_demo_model() or sys.exit("the model is missing: see `trunkattn doctor`")
-    llm = LLM(path, num_pages=8, device="cpu")
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    gguf = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype="float32")
-    config = LlamaConfig(**{**gguf.config.to_dict(), "quantization_config": None})
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(gguf.state_dict())
-    model.save_pretrained(folder)
-    assert llm.tokenizer is not None
-    llm.tokenizer.save_pretrained(folder)
 
 
 @contextmanager
@@ -216,10 +201,10 @@ async def ask_all(url: str, prompts: list[str], tokens: int, at_once: int) -> fl
         return time.perf_counter() - began
 
 
-def throughput(folder: Path, vllm: str | None, tokens: int = 64) -> dict[str, Any]:
+def throughput(folder: Path, vllm: str | None) -> dict[str, Any]:
     """Tokens/s of the server; see the module. The second of two runs counts: the first compiles and fills the prefix
     cache."""
-    prompts = documents(4, 48)
+    prompts, tokens, at_once = documents(4, 48), 64, 32
     commands = {
         "sharing": ours(folder, 8202),
         "without sharing": ours(folder, 8203, "--policy", "per_query"),
@@ -230,10 +215,10 @@ def throughput(folder: Path, vllm: str | None, tokens: int = 64) -> dict[str, An
         arguments += ["--dtype", "float32", "--max-model-len", "2048", "--port", "8204"]
         commands["vllm"] = [vllm, *arguments]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    found: dict[str, Any] = {"prompts": len(prompts), "answer_tokens": tokens, "at_once": 32}
+    found: dict[str, Any] = {"prompts": len(prompts), "answer_tokens": tokens, "at_once": at_once}
     for name, command in commands.items():
         with server(command, folder / f"{name}.log", **environment) as (url, _):
-            seconds = [asyncio.run(ask_all(url, prompts, tokens, 32)) for _ in range(3)]
+            seconds = [asyncio.run(ask_all(url, prompts, tokens, at_once)) for _ in range(3)]
         best = min(seconds[1:])
         found[name] = {"seconds": seconds, "tokens_per_second": round(len(prompts) * tokens / best, 1)}
         print(name, found[name], flush=True)
@@ -262,8 +247,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="Python of an environment that holds vllm-cpu")
     arguments = parser.parse_args()
     if "start" in arguments.part:
-        model = find_demo_model() or sys.exit("the model is missing: see `trunkattn doctor`")
-        print(write_result("serve-start-cpu", start(model), "transformers"))
+        print(write_result("serve-start-cpu", start(model_file()), "transformers"))
     if not {"load", "throughput"} & {*arguments.part}:
         return
     with tempfile.TemporaryDirectory() as temporary:

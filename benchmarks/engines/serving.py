@@ -17,7 +17,6 @@ that is lost does not hold up those beside it, and the result names it (`lost`).
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from benchmarks.engines.interface import Adapter, Online, Start, vocabulary
 from benchmarks.engines.replay import replay
 from benchmarks.lib import turn_lock
 from benchmarks.lib.options import existing, positive
-from benchmarks.lib.report import RESULTS, environment, short_name, write_result
+from benchmarks.lib.report import date_and_commit, read_result, short_name, write_result
 from benchmarks.lib.turn_lock import starting, turn
 from benchmarks.workloads import arrivals as workloads
 from benchmarks.workloads.arrivals import QUICK_SECONDS, RATES, Arrival, wanted_runs
@@ -158,19 +157,18 @@ class Result:
         card = next(iter(facts.values()))["card"]
         taken = {"card": card, **self.taken}
         name = f"{self.engine}-serving-{short_name(card)}{self.suffix}"
-        path = self.path or RESULTS / f"{name}.json"
-        held = json.loads(path.read_text()) if path.exists() else {}
+        held = read_result(name, self.path)
         # A file that does not say how is older than the question: that was not done then.
         alike = all(held.get(key, False) == value for key, value in taken.items())
         alike = alike and list(held["runs"]) == list(results)
-        where = {key: value for key, value in environment().items() if key in ("date", "commit")}
+        where = date_and_commit()
         runs = {
             backend: (held["runs"][backend] if alike else {})
             | {run: {**where, **found[run]} for run in complete if run in found}
             for backend, found in results.items()
         }
         figures = {**taken, "runs": runs, "facts": facts} | ({"lost": list(lost)} if lost else {})
-        print(write_result(name, figures, self.engine, "triton", path=path), flush=True)
+        print(write_result(name, figures, self.engine, "triton", path=self.path), flush=True)
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -11,7 +11,6 @@ models, caches and numbers of cards, and all arrivals, are predictions.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.options import existing
-from benchmarks.lib.report import RESULTS, write_result
+from benchmarks.lib.report import read_result, write_result
 from benchmarks.workloads import arrivals
 from benchmarks.workloads.decode_batches import WORKLOADS, Workload
 from benchmarks.workloads.model_shapes import SHAPES
@@ -129,7 +128,7 @@ def cases() -> Iterator[Case]:
     """All batches that were measured both ways."""
     batches = {str(workload): (workload, batch_of(workload)) for workload in WORKLOADS}
     for result in BATCHES:
-        for row in json.loads((RESULTS / f"{result}.json").read_text())["rows"]:
+        for row in read_result(result)["rows"]:
             stock, ours = (next((row[name] for name in names if name in row), None) for names in (STOCK, OURS))
             if stock and ours:
                 workload, batch = batches[row["workload"]]
@@ -150,7 +149,7 @@ def serving_rows(trace: Path | None) -> list[dict[str, Any]]:
     """Replays of the arrivals that were measured: median time per token, one by one and shared."""
     rows, logs = [], dict[str, list[LoggedRequest]]()
     for result in SERVING:
-        measured = json.loads((RESULTS / f"{result}.json").read_text())
+        measured = read_result(result)
         stock, ours = (next(name for name in names if name in measured["runs"]) for names in (STOCK, OURS))
         prices = Prices(model_shape(LLAMA), card_named("H100" if "h100" in result else "H200"), PAGE)
         policy = POLICIES[result.partition("-")[0]]

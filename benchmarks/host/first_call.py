@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from benchmarks.lib.options import existing, integer
-from benchmarks.lib.report import environment, write_result
+from benchmarks.lib.report import write_result
 
 NAMES: Final = ("", "AttentionConfig", "BatchAttention", "Capacity", "flash_attention", "merge_states", "write_kv")
 
@@ -147,11 +147,7 @@ def main() -> None:
             each.example_once()
             print(turn, each.source, each.cold[-1], each.warm[-1], flush=True)
     figures = {"rounds": options.rounds, "rows": [each.figures() for each in measured]}
-    if options.output:
-        options.output.write_text(json.dumps({**environment(), **figures}, indent=1) + "\n")
-        print(options.output)
-    else:
-        print(write_result("first-call-cpu", figures))
+    print(write_result("first-call-cpu", figures, path=options.output))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch
 
 import trunkattn
 from benchmarks.lib.options import existing, integer, need_gpu
-from benchmarks.lib.report import environment, short_name, write_result
+from benchmarks.lib.report import short_name, write_result
 
 PAGE_SIZE: Final = 16
 DECODE_TOKENS, CHUNK_TOKENS, CACHED_TOKENS = 5120, 1014, 4096
@@ -216,11 +216,8 @@ def main() -> None:
     card = FAKE_CARD.name if options.fake else torch.cuda.get_device_name()
     rows = [{"source": given.name or ".", **row} for source, given in sources.items() for row in least(found[source])]
     figures = {"card": card, "fake": options.fake, "calls": options.calls, "rounds": options.rounds, "rows": rows}
-    if options.output:
-        options.output.write_text(json.dumps({**environment("triton"), **figures}, indent=1) + "\n")
-        print(options.output)
-    else:
-        print(write_result(f"host-time-{'fake' if options.fake else short_name(card)}", figures, "triton"))
+    name = f"host-time-{'fake' if options.fake else short_name(card)}"
+    print(write_result(name, figures, "triton", path=options.output))
 
 
 if __name__ == "__main__":

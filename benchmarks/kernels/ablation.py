@@ -14,7 +14,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -272,14 +272,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"{row['part']:15}{row['variant']:28}{cells}  {row['tiling']}, {row['items']} items", flush=True)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """Checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=("32/8",), choices=HEADS, help="query heads / KV heads")
     parser.add_argument("--trees", nargs="+", type=TREE, default=TREES, help="nodes per level _ tokens per level")
     parser.add_argument("--no-ncu", action="store_true", help="count no bytes")
     parser.add_argument("--once", action="store_true", help="run each variant once and print nothing: for ncu")
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args()
     need_gpu()
     return parsed
 

@@ -21,7 +21,6 @@ too.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +33,7 @@ from benchmarks.kernels.training_cells import Inputs, Results, measure, random_i
 from benchmarks.kernels.training_peers import ATTENTIONS, Shape, parse_shape
 from benchmarks.lib.internals import training_kernel
 from benchmarks.lib.options import parsed_by, usable_device
-from benchmarks.lib.report import RESULTS, short_name, with_earlier, write_result
+from benchmarks.lib.report import read_result, short_name, with_earlier, write_result
 from trunkattn.gpu.kernel import Work
 
 TOKENS = 16384
@@ -112,8 +111,7 @@ def row_of(shape: Shape, attentions: list[str], device: str, timed: bool = True)
 def keep(card: str, rows: list[dict[str, Any]]) -> None:
     """Writes the result, with earlier rows of other shapes and the checks that were made before."""
     name = f"flash-training-{short_name(card)}"
-    earlier = json.loads((RESULTS / f"{name}.json").read_text()) if (RESULTS / f"{name}.json").exists() else {}
-    checks = {"checks": earlier["checks"]} if "checks" in earlier else {}
+    checks = {part: value for part, value in read_result(name).items() if part == "checks"}
     write_result(name, {"card": card, "rows": with_earlier(name, rows, ("shape",)), **checks}, "triton")
 
 

@@ -33,7 +33,7 @@ import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, PAGE_SIZE
 from benchmarks.lib.internals import backend_of, execution_of, step_of
 from benchmarks.lib.options import integer, need_gpu
-from benchmarks.lib.report import RESULTS, environment, short_name, write_result
+from benchmarks.lib.report import environment, read_result, short_name, write_result
 from benchmarks.peers.gpu_hybrid import HYBRID_PEERS, HybridRun, halves, on_two_streams
 from benchmarks.peers.gpu_kernels import Case
 from benchmarks.workloads.hybrid_batches import (
@@ -255,8 +255,7 @@ class Session:
     def __init__(self, arguments: argparse.Namespace, card: str) -> None:
         self.arguments, self.ours = arguments, Ours()
         self.name = f"hybrid-{'quick-' if arguments.quick else ''}{short_name(card)}"
-        path = RESULTS / f"{self.name}.json"
-        kept = json.loads(path.read_text()) if path.exists() else {}
+        kept = read_result(self.name)
         self.result: dict[str, Any] = {"card": card, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": "bfloat16"}
         self.result |= {part: kept[part] for part in PARTS if part in kept}
         self._pool: list[torch.Tensor] = []

@@ -16,7 +16,6 @@ other cells. After --seconds no cell is begun. The exit status is 1 if an output
 """
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ import torch
 
 from benchmarks.kernels.shape_cells import Limits, Shape, compiled, empty_row, kernels_of, measured_limits, measured_row
 from benchmarks.lib.options import integer, need_gpu, parsed_by
-from benchmarks.lib.report import RESULTS, environment, short_name, write_result
+from benchmarks.lib.report import RESULTS, environment, read_result, short_name, write_result
 from benchmarks.lib.subprocesses import Apart, Lost
 from benchmarks.workloads.shape_table import (
     BATCHES,
@@ -61,9 +60,7 @@ class Results:
 
     def __init__(self, card: str) -> None:
         self.card, self.name = card, f"shapes-{short_name(card)}"
-        path = RESULTS / f"{self.name}.json"
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-        self._rows = {(row["shape"], row["batch"]): row for row in rows}
+        self._rows = {(row["shape"], row["batch"]): row for row in read_result(self.name).get("rows", ())}
         self._commit = environment()["commit"]
 
     def lacks(self, shape: Shape, tree: TreeLevels) -> bool:

@@ -80,9 +80,7 @@ def list_tiles(batch: PagedBatch, rule: TilingRule, tiling: Tiling) -> TileList:
     return TiledStep(rule, forest, StepTables(table, lens, starts)).emit(tiling)
 
 
-def make_run(
-    case: Case, rule: TilingRule, listed: TileList, tiles: tuple[GpuTile, ...], execution: str = "serial"
-) -> Run:
+def make_run(case: Case, rule: TilingRule, listed: TileList, tiles: tuple[GpuTile, ...]) -> Run:
     """A decode batch through a tile list made with `rule`, whose tiles are `tiles`; out is NaN where nothing writes."""
     hq, hkv, dim = case.heads
     device = case.q.device
@@ -100,7 +98,7 @@ def make_run(
         merge=portable_kernel(Work.MERGE),
         merge_tile=merge_tile(hq, dim),
     )
-    arrays = Arrays(kernels, card_at(device), device, streams=execution == "streams")
+    arrays = Arrays(kernels, card_at(device), device)
     plan = arrays.place(Lists(listed, positions), geometry)
     slots = max(1, listed.num_slots)
     partial, partial_lse = torch.empty(slots, hq, dim, device=device), torch.empty(slots, hq, device=device)

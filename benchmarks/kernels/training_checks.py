@@ -9,7 +9,6 @@ and a backward pass of one sequence, beside PyTorch's flash and math back ends. 
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from benchmarks.kernels.training_peers import Shape, ours, torchs
 from benchmarks.kernels.tree_attentions import ours as ours_over_trees
 from benchmarks.lib.internals import own_training_kernels
 from benchmarks.lib.options import usable_device
-from benchmarks.lib.report import RESULTS, environment, short_name, write_result
+from benchmarks.lib.report import date_and_commit, read_result, short_name, write_result
 from benchmarks.workloads.training_trees import parse_training_tree
 
 HEAD_DIM = 128
@@ -171,15 +170,13 @@ def main() -> None:
         return
     card = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     name = f"flash-training-{short_name(card)}"
-    now = {key: value for key, value in environment().items() if key in ("date", "commit")}
-    checks = now | {
+    checks = date_and_commit() | {
         "errors": errors(options.device),
         "memory": memory(options.device),
         "repeats": repeats(options.device),
         "counted": [counted(length, HEAD_DIM) for length in LENGTHS],
     }
-    path = RESULTS / f"{name}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = read_result(name).get("rows", [])
     print(write_result(name, {"card": card, "rows": rows, "checks": checks}, "triton"))
 
 

@@ -22,7 +22,6 @@ keeps them with their date and commit in rows that the file has.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,7 +42,7 @@ from benchmarks.kernels.training_cells import (
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, own_training_kernels, training_kernel
 from benchmarks.lib.options import accepted_by, integer, usable_device
-from benchmarks.lib.report import RESULTS, environment, short_name, with_earlier, write_result
+from benchmarks.lib.report import date_and_commit, read_result, short_name, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from trunkattn import PrefixTree
 from trunkattn.gpu.kernel import Work
@@ -112,9 +111,8 @@ def plan_ms(tree: PrefixTree, inputs: Inputs) -> dict[str, float]:
 def measure_plans(trees: Sequence[str], heads: tuple[int, int], head_dim: int, device: str) -> None:
     """Prints the plans of trees, and on a card keeps them in the rows that the result has of these trees."""
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    path = RESULTS / f"trees-{short_name(card)}.json"
-    result = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    now = {key: value for key, value in environment().items() if key in ("date", "commit")}
+    result_name = f"trees-{short_name(card)}"
+    result, now = {"rows": []} | read_result(result_name), date_and_commit()
     for name in trees:
         tree = parse_training_tree(name)
         found = plan_ms(tree, random_inputs((tree.num_tokens,), heads, head_dim, device))
@@ -123,7 +121,7 @@ def measure_plans(trees: Sequence[str], heads: tuple[int, int], head_dim: int, d
             if row["tree"] == name:
                 row["plan"] |= found | now
     if device == "cuda":
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(result_name, result)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -54,6 +54,18 @@ def environment(*packages: str) -> dict[str, Any]:
     }
 
 
+def read_result(name: str, path: Path | None = None) -> dict[str, Any]:
+    """What results/NAME.json holds, or the path that is given; nothing if there is no such file."""
+    path = path or RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def date_and_commit() -> dict[str, str]:
+    """The fields that tell when a row of a result was measured, where its rows are of several runs."""
+    return {key: value for key, value in environment().items() if key in ("date", "commit")}
+
+
 def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path | None = None) -> Path:
     """Writes the environment and the figures to results/NAME.json, or to the path that is given. A run that is ended
     meanwhile leaves the old file."""
@@ -67,10 +79,8 @@ def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path 
 def with_earlier(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of results/NAME.json, with these in place of those that have the same `keys`, or after them. New ones
     name their commit and their date."""
-    path = RESULTS / f"{name}.json"
-    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
-    now = {key: value for key, value in environment().items() if key in ("date", "commit")}
-    merged = {tuple(row[key] for key in keys): row for row in earlier}
+    now = date_and_commit()
+    merged = {tuple(row[key] for key in keys): row for row in read_result(name).get("rows", ())}
     merged |= {tuple(row[key] for key in keys): row | now for row in rows}
     return list(merged.values())
 

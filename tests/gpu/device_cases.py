@@ -105,10 +105,10 @@ class Planned:
             total += int(once + again)
         return total
 
-    def assert_equals_host(self, batch: StepTables, candidate: int | None = None) -> None:
-        """Asserts bit equality with what the host writes. candidate: None: the only one, or the best."""
-        rule, candidate = self.rule, self.candidate if candidate is None else candidate
-        candidate = self.chosen(batch) if candidate is None else candidate
+    def assert_equals_host(self, batch: StepTables) -> None:
+        """Asserts bit equality with what the host writes for the only candidate, or for the best."""
+        rule = self.rule
+        candidate = self.chosen(batch) if self.candidate is None else self.candidate
         tiling = rule.priced.tilings[candidate]
         forest = forest_of(batch, rule.page_size)
         queries, lens = np.diff(batch.query_start_loc).astype(np.int64), batch.seq_lens.astype(np.int64)

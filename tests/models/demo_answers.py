@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.lib.report import write_result
-from benchmarks.peers.export_model import export_model, find_gguf
+from benchmarks.lib.smollm2 import save_folder
 from trunkattn import LLM, SamplingParams
 from trunkattn.cli.demo.workload import load_demo
 
@@ -125,7 +125,7 @@ def run(scenario: Scenario, reference: Reference) -> dict[str, Any]:
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     if not (MODEL / "model.safetensors").is_file():
-        export_model(find_gguf(), MODEL)
+        save_folder(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
     chats = load_demo().chats
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]

@@ -303,7 +303,6 @@ class FakeProcess:
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> shapes.Results:
     """In an empty folder; every process is a fake."""
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(shapes, "RESULTS", tmp_path)
     monkeypatch.setattr(shapes, "Apart", FakeProcess)
     return shapes.Results("NVIDIA H100 80GB HBM3")
 
