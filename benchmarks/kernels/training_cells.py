@@ -130,7 +130,7 @@ def milliseconds(call: Callable[[], Results], replays: int = REPLAYS) -> tuple[f
         return event_milliseconds(call, replays), "events"
 
 
-def event_milliseconds(call: Callable[[], object], replays: int = REPLAYS) -> float:
+def event_milliseconds(call: Callable[[], object], replays: int) -> float:
     """The median of a call by events, with the device held while the host queues it; without a card by the clock."""
     if not torch.cuda.is_available():
         return time_ms(call, 3, 1)["median_ms"]

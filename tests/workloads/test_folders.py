@@ -33,6 +33,27 @@ def test_a_script_says_its_own_command(path: Path) -> None:
     assert said and set(said) == {module}
 
 
+def options_of(module: str) -> set[str]:
+    """The options of a script, those that scripts share among them."""
+    path = BENCHMARKS.parent.joinpath(*module.split("."))
+    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    files = (path, BENCHMARKS / "engines" / "adapters.py", BENCHMARKS / "lib" / "turn_lock.py")
+    return {"--help"} | {name for each in files for name in re.findall(r"\"(--[a-z0-9-]+)\"", each.read_text())}
+
+
+def test_commands_that_pages_and_scripts_name_have_their_options() -> None:
+    docs = (path for path in (BENCHMARKS.parent / "docs").rglob("*.md") if "lab" not in path.parts)
+    texts = {path: path.read_text() for path in (*docs, *BENCHMARKS.rglob("*.md"), *SCRIPTS)}
+    commands = [
+        (path.name, module, name)
+        for path, text in texts.items()
+        for module, rest in re.findall(r"python -m (benchmarks\.[a-z_.0-9]*[a-z_0-9])([^`#\n]*)", text)
+        for name in ("--help", *re.findall(r"--[a-z][a-z0-9-]*", rest))
+    ]
+    assert len(commands) > 100
+    assert not [command for command in commands if command[2] not in options_of(command[1])]
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(BENCHMARKS)))
 def test_a_script_reads_its_command_line(path: Path) -> None:
     """One that did not would begin to measure, and to write results, where it is asked for help."""
