@@ -41,7 +41,8 @@ def serving(
 ) -> Iterator[tuple[subprocess.Popen[str], str, Future[str]]]:
     """The process and its address, once it listens, and what it logs from then on. redirection: of its streams, for a
     shell."""
-    line = f"exec {shlex.join(command(folder, '--port', 0, *options))} {redirection}"
+    usual = "env --default-signal=HUP,INT"  # whoever runs the tests may ignore them
+    line = f"exec {usual} {shlex.join(command(folder, '--port', 0, *options))} {redirection}"
     process = subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
