@@ -181,6 +181,11 @@ def test_fasttree_decides_by_hundredths(trunk: int, own: int, group_size: int, s
     assert starts("fasttree", batch, MODEL._replace(group_size=group_size))[1] == start
 
 
+def test_fasttree_stays_where_both_cost_the_same() -> None:
+    batch = make_batch([trunk_of((0, 23), (100, 19)), trunk_of((0, 23), (200, 9))], query_lens=[33, 1])
+    assert starts("fasttree", batch, MODEL._replace(group_size=1))[1] == 0
+
+
 def test_a_pack_starts_at_the_first_token_that_one_of_its_rows_sees() -> None:
     lowest = [10, 14, 3]
     assert packs([ROOT, 0, 1, 1, 0], TWO_LEVELS, lowest) == [
