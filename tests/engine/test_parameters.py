@@ -208,3 +208,15 @@ def test_a_seeded_engine_repeats(tiny_model: Callable[[str], Any]) -> None:
     assert answers(7) == answers(7) != answers(8)
     with pytest.raises(ValueError, match="seed=-1"):
         LLM(tiny_model("llama").path, seed=-1)
+
+
+def test_functions_of_the_user_change_the_logits_of_each_answer(tiny_model: Callable[[str], Any]) -> None:
+    """Also of the first tokens of a request's answers, which come from one row of the model's logits."""
+    calls = iter(range(3, 20))
+
+    def next_token(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.new_full(logits.shape, -torch.inf).index_fill_(0, torch.tensor([next(calls)]), 0.0)
+
+    params = SamplingParams(n=4, max_tokens=1, logits_processors=[next_token])
+    (output,) = LLM(tiny_model("llama").path, num_pages=32).generate([[1, 2, 3]], params)
+    assert [answer.token_ids for answer in output.outputs] == [[3], [4], [5], [6]]

@@ -26,7 +26,7 @@ from trunkattn.engine.sampling.sampler import (
 )
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduling.request import Request
-from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch
+from trunkattn.engine.scheduling.scheduled_batch import Sample, ScheduledBatch
 from trunkattn.engine.scheduling.scheduler import Scheduler
 from trunkattn.engine.stats import BlockTables, EngineStats
 from trunkattn.engine.suspects import Suspects
@@ -287,15 +287,15 @@ class Engine:
         for sample in batch.samples:
             if sample.request.num_output_tokens == 0:
                 sample.request.begin()
-        rows = [sample.row for sample in batch.samples]
-        if rows != list(range(len(logits))):  # new samples draw from their parent's row, and prompt rows have no sample
-            logits = logits[rows]
+        distinct, rows = _rows_of(batch.samples)
+        if distinct != list(range(len(logits))):  # rows of prompts have no sample
+            logits = logits[distinct]
         specs = [
             SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state)
             for request in (sample.request for sample in batch.samples)
         ]
-        token_ids = self._sampler.sample(logits, specs)
-        return token_ids, token_logprobs(logits, specs, token_ids)
+        token_ids = self._sampler.sample(logits, specs, rows)
+        return token_ids, token_logprobs(logits, specs, token_ids, rows)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, logits: torch.Tensor
@@ -308,7 +308,7 @@ class Engine:
                 request = chunk.request
                 following = request.token_ids[positions.start + 1 : positions.stop + 1]
                 counts = [request.params.prompt_logprobs or 0] * len(positions)
-                results.append((request, most_likely(logits[row : row + len(positions)], following, counts)))
+                results.append((request, most_likely(logits, following, counts, range(row, row + len(positions)))))
                 row += len(positions)
         return results
 
@@ -347,6 +347,17 @@ class Engine:
         seconds = time.monotonic() - started
         stats.busy_seconds += seconds
         self.scheduler.timed(batch, seconds)
+
+
+def _rows_of(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """The rows of logits that are sampled, and for each sample the place of its row among them. The first tokens of a
+    request's answers come from one row, unless functions of the user change it for each answer."""
+    places: dict[tuple[int, int], int] = {}
+    rows = []
+    for sample in samples:
+        own = sample.request.index if sample.request.params.logits_processors else 0
+        rows.append(places.setdefault((sample.row, own), len(places)))
+    return [row for row, _ in places], rows
 
 
 def _named(error: Exception) -> str:

@@ -20,7 +20,14 @@ from transformers import (
 
 from trunkattn.engine.checked_request import RequestChecks
 from trunkattn.engine.sampling.logits import LogitsRules, LogitsState, adjust_logits
-from trunkattn.engine.sampling.sampler import NO_TOKEN_LEFT, NOT_FINITE, Sampler, SampleSpec, _probabilities
+from trunkattn.engine.sampling.sampler import (
+    NO_TOKEN_LEFT,
+    NOT_FINITE,
+    Sampler,
+    SampleSpec,
+    _probabilities,
+    token_logprobs,
+)
 from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.token_rules import ModelLimits, TokenRules
 
@@ -220,6 +227,52 @@ def test_sampling_uses_the_adjusted_logits() -> None:
     assert token_ids[:3] == [logits[0].argmax().item(), 42, 6]
     assert token_ids[3] == Sampler().sample(logits[3:], specs[3:])[0]
     assert torch.equal(logits, before)
+
+
+SHARED_ROWS = (
+    {"temperature": 0, "n": 1},
+    {"temperature": 0.7, "top_k": 40, "logprobs": 5},
+    {"seed": 3, "min_p": 0.02, "logprobs": 0},
+    {"top_p": 0.8, "logit_bias": {42: 2.5}, "logprobs": 3},
+    {"temperature": 0, "repetition_penalty": 1.5, "logprobs": 2},
+    {"allowed_token_ids": range(0, 50, 7), "logprobs": 60},
+)
+
+
+@given(
+    kinds=st.lists(st.integers(0, len(SHARED_ROWS) - 1), min_size=1, max_size=5),
+    counts=st.lists(st.integers(1, 6), min_size=5, max_size=5),
+    order=st.randoms(use_true_random=False),
+)
+def test_answers_that_share_a_row_get_what_copies_of_it_would_give(
+    kinds: list[int], counts: list[int], order: Any
+) -> None:
+    logits = logits_of(len(kinds))
+    drawn = [(row, index) for row in range(len(kinds)) for index in range(counts[row])]
+    order.shuffle(drawn)
+    rows = [row for row, _ in drawn]
+    params = [SamplingParams(**SHARED_ROWS[kind]) for kind in kinds]  # type: ignore[arg-type]
+
+    def specs() -> list[SampleSpec]:
+        return [SampleSpec(params[row], index, 0, state_of(params[row], [1, 2, 3])) for row, index in drawn]
+
+    token_ids = Sampler(5).sample(logits, specs(), rows)
+    assert token_ids == Sampler(5).sample(logits[rows], specs())
+    together, alone = token_logprobs(logits, specs(), token_ids, rows), token_logprobs(logits[rows], specs(), token_ids)
+    assert together == alone
+
+
+def test_an_error_of_a_shared_row_is_that_of_all_its_answers() -> None:
+    class Broken:
+        def allowed(self, output_token_ids: list[int]) -> Any:
+            raise ValueError("no way on")
+
+    states = [state_of(SamplingParams()) for _ in range(4)]
+    for state in states[:3]:
+        state.grammar = Broken()  # type: ignore[assignment]
+    specs = [SampleSpec(state.params, index, 0, state) for index, state in enumerate(states)]
+    assert Sampler().sample(logits_of(2), specs, [0, 0, 0, 1])[:3] == [NO_TOKEN_LEFT] * 3
+    assert [state.error for state in states] == ["no way on"] * 3 + [None]
 
 
 def test_rows_without_a_token() -> None:

@@ -64,29 +64,39 @@ class Sampler:
             self._shared.manual_seed(seed)
         self._seeded = torch.Generator()  # each row sets its seed
 
-    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-        """Token ids, one per row; `NOT_FINITE` or `NO_TOKEN_LEFT` for a row that has none.
+    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec], rows: Sequence[int] | None = None) -> list[int]:
+        """Token ids, one per spec; `NOT_FINITE` or `NO_TOKEN_LEFT` for a row that has none.
 
         Args:
-            logits: [len(specs), vocab_size], any floating dtype. They are not changed.
-            specs: one per row.
+            logits: [rows, vocab_size], any floating dtype. They are not changed.
+            specs: how tokens are sampled.
+            rows: the row of each spec. Every row has one, and specs of one row, such as the first tokens of a request's
+                answers, differ in their index at most. None: each spec has its own row, in order.
         """
+        rows = list(range(len(specs)) if rows is None else rows)
+        spec_of = dict(zip(rows, specs, strict=True))
         has_token = is_finite = _is_finite(logits)
-        adjusted = {row: spec.state for row, spec in enumerate(specs) if spec.state is not None}
+        adjusted = {row: spec.state for row, spec in spec_of.items() if spec.state is not None}
         if adjusted:
             changed = _rows(logits, list(adjusted)).to(torch.float32, copy=True)
             adjust_logits(changed, list(adjusted.values()))
             logits = _with_rows(logits, list(adjusted), changed)
             has_token = _is_finite(logits)
+            for row, spec in zip(rows, specs, strict=True):
+                if spec.state is not None:
+                    spec.state.error = adjusted[row].error
         token_ids = torch.empty(len(specs), dtype=torch.int64, device=logits.device)
-        greedy = [row for row, spec in enumerate(specs) if spec.params.is_greedy]
+        greedy = [at for at, spec in enumerate(specs) if spec.params.is_greedy]
         if greedy:
-            token_ids[greedy] = _rows(logits, greedy).argmax(dim=-1)
-        drawn = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
+            token_ids[greedy] = _rows(logits, [rows[at] for at in greedy]).argmax(dim=-1)
+        drawn = [at for at, spec in enumerate(specs) if not spec.params.is_greedy]
         if drawn:
-            probs = _probabilities(_rows(logits, drawn).float(), [specs[row].params for row in drawn])
-            token_ids[drawn] = _draw(probs, self._uniform([specs[row] for row in drawn]).to(logits.device))
-        return token_ids.masked_fill_(~has_token, NO_TOKEN_LEFT).masked_fill_(~is_finite, NOT_FINITE).tolist()
+            place_of = {row: place for place, row in enumerate(dict.fromkeys(rows[at] for at in drawn))}
+            probs = _probabilities(_rows(logits, list(place_of)).float(), [spec_of[row].params for row in place_of])
+            uniform = self._uniform([specs[at] for at in drawn]).to(logits.device)
+            token_ids[drawn] = _draw(probs, uniform, [place_of[rows[at]] for at in drawn])
+        token_ids.masked_fill_(~_rows(has_token, rows), NO_TOKEN_LEFT)
+        return token_ids.masked_fill_(~_rows(is_finite, rows), NOT_FINITE).tolist()
 
     def _uniform(self, specs: Sequence[SampleSpec]) -> torch.Tensor:
         """[len(specs), 1] float64 in [0, 1), drawn on the CPU, so that a seed means the same on every device."""
@@ -105,21 +115,26 @@ def _is_finite(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Some rows in their order; no copy if they are all."""
-    return logits if len(rows) == len(logits) else logits[rows]
+    """Some rows; no copy if they are all in their order."""
+    return logits if _are_all(rows, logits) else logits[rows]
+
+
+def _are_all(rows: list[int], logits: torch.Tensor) -> bool:
+    """Whether some rows are all of them in their order."""
+    return rows == list(range(len(logits)))
 
 
 def _with_rows(logits: torch.Tensor, rows: list[int], changed: torch.Tensor) -> torch.Tensor:
     """The logits with some rows changed, in float32; the caller's stay as they are."""
-    if len(rows) == len(logits):
+    if _are_all(rows, logits):
         return changed
     copy = logits.to(torch.float32, copy=True)
     copy[rows] = changed
     return copy
 
 
-def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[rows] token ids drawn from `probs`, which need not be normalised, by inversion of the cumulative distribution:
+def _draw(probs: torch.Tensor, uniform: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """[draws] token ids drawn from `probs`, which need not be normalised, by inversion of the cumulative distribution:
     first a block of tokens, then one of them.
 
     The sum over the blocks and the one within a block are in float64: in float32 their rounding over a whole vocabulary
@@ -127,7 +142,8 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Args:
         probs: [rows, vocab_size] float32.
-        uniform: [rows, 1] float64 in [0, 1).
+        uniform: [draws, 1] float64 in [0, 1).
+        rows: the row of each draw.
     """
     vocab_size = probs.shape[1]
     whole = vocab_size - vocab_size % BLOCK
@@ -136,11 +152,17 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         sums = torch.cat((sums, probs[:, whole:].sum(dim=-1, keepdim=True)), dim=1)
     sums = sums.double()
     cumulative = sums.cumsum(dim=-1)
+    sums, cumulative = _rows(sums, rows), _rows(cumulative, rows)
     target = uniform * cumulative[:, -1:]
     block = _first_above(cumulative, target)
     share = (target - (cumulative - sums).gather(1, block)) / sums.gather(1, block)
     places = block * BLOCK + torch.arange(BLOCK, dtype=torch.int64, device=probs.device)
-    within = probs.gather(1, places.clamp(max=vocab_size - 1)).double().masked_fill_(places >= vocab_size, 0.0)
+    inside = places.clamp(max=vocab_size - 1)
+    if _are_all(rows, probs):
+        within = probs.gather(1, inside)
+    else:
+        within = probs[torch.tensor(rows, device=probs.device)[:, None], inside]
+    within = within.double().masked_fill_(places >= vocab_size, 0.0)
     cumulative = within.cumsum(dim=-1)
     return (block * BLOCK + _first_above(cumulative, share.clamp_(min=0.0) * cumulative[:, -1:]))[:, 0]
 
@@ -154,49 +176,57 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def token_logprobs(
-    logits: torch.Tensor, specs: Sequence[SampleSpec], token_ids: Sequence[int]
+    logits: torch.Tensor,
+    specs: Sequence[SampleSpec],
+    token_ids: Sequence[int],
+    rows: Sequence[int] | None = None,
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of each row's sampled token and `params.logprobs` most likely ones; None where that is None,
-    or where no token was sampled.
+    """Log-probabilities of each sampled token and of the `params.logprobs` most likely ones of its row; None where that
+    is None, or where no token was sampled.
 
     Args:
-        logits: [len(specs), vocab_size], unmodified.
-        specs: one per row.
-        token_ids: the sampled tokens, one per row.
+        logits: [rows, vocab_size], unmodified.
+        specs: how the tokens were sampled.
+        token_ids: the sampled tokens, one per spec.
+        rows: the row of each spec; None: every row has one, in order.
     """
     results: list[TokenLogprobs | None] = [None] * len(specs)
-    rows = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None and token_ids[row] >= 0]
-    if rows:
-        counts = [specs[row].params.logprobs or 0 for row in rows]
-        found = most_likely(logits[rows], [token_ids[row] for row in rows], counts)
-        for row, logprobs in zip(rows, found, strict=True):
-            results[row] = logprobs
+    wanted = [at for at, spec in enumerate(specs) if spec.params.logprobs is not None and token_ids[at] >= 0]
+    if wanted:
+        counts = [specs[at].params.logprobs or 0 for at in wanted]
+        places = wanted if rows is None else [rows[at] for at in wanted]
+        found = most_likely(logits, [token_ids[at] for at in wanted], counts, places)
+        for at, logprobs in zip(wanted, found, strict=True):
+            results[at] = logprobs
     return results
 
 
-def most_likely(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of one token per row and of the row's most likely ones.
+def most_likely(
+    logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int], rows: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of some tokens and of their rows' most likely ones.
 
     Args:
-        logits: [len(token_ids), vocab_size].
+        logits: [num_rows, vocab_size].
         token_ids: the tokens.
-        counts: how many most likely ones, per row.
+        counts: how many most likely ones, per token.
+        rows: the row of each token. Several tokens may have one.
     """
-    logits = logits.float()
+    place_of = {row: place for place, row in enumerate(dict.fromkeys(rows))}
+    logits, places = _rows(logits, list(place_of)).float(), [place_of[row] for row in rows]
+    chosen = logits[places, list(token_ids)][:, None]
+    ranks = ((_rows(logits, places) > chosen).sum(dim=-1, dtype=torch.float32).long() + 1).tolist()
     whole = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None])
-    ranks = ((logits > chosen).sum(dim=-1, dtype=torch.float32).long() + 1).tolist()
     top = logits.topk(max(counts))
     top_values, top_ids = (top.values - whole).tolist(), top.indices.tolist()
+    values = (chosen - whole[places])[:, 0].tolist()
     return [
         TokenLogprobs(
             token_ids=[token_id, *top_ids[row][:count]],
             logprobs=[value, *top_values[row][:count]],
             ranks=[rank, *range(1, count + 1)],
         )
-        for row, (token_id, count, value, rank) in enumerate(
-            zip(token_ids, counts, (chosen - whole)[:, 0].tolist(), ranks, strict=True)
-        )
+        for row, token_id, count, value, rank in zip(places, token_ids, counts, values, ranks, strict=True)
     ]
 
 
