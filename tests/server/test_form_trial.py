@@ -7,8 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -39,6 +41,44 @@ def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.Monk
     with server.app.state.service.admission.room([Submission(None, form_seconds=0.19)]):
         assert server.post(COMPLETE, body).status_code == 429
         assert server.post(COMPLETE, BASE).status_code == 200
+
+
+def test_a_form_takes_what_its_slowest_token_takes_once_its_grammar_has_been_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer of one slow token and many fast ones takes a step as long as the slow one, however many follow."""
+    clock = {"now": 0.0}
+
+    class Matcher:
+        tokens, used = (0.1, 0.001, 0.001), False
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.at = 0
+
+        def is_error(self) -> bool:
+            return False
+
+        def is_stopped(self) -> bool:
+            return self.at == len(self.tokens)
+
+        def deep_copy(self) -> "Matcher":
+            return Matcher()
+
+        def consume_token(self, token_id: int) -> None:
+            self.at += 1
+
+    def fill(matcher: Matcher, bits: np.ndarray) -> None:
+        clock["now"] += matcher.tokens[matcher.at] * (1.0 if Matcher.used else 1.9)
+        Matcher.used |= matcher.at == len(matcher.tokens) - 1
+        bits[:] = 1
+
+    monkeypatch.setattr(form_worker.llguidance, "LLMatcher", Matcher)
+    monkeypatch.setattr(form_worker, "fill_next_token_bitmask", fill)
+    monkeypatch.setattr(form_worker, "time", SimpleNamespace(thread_time=lambda: clock["now"]))
+    assert form_worker.attempt(SimpleNamespace(vocab_size=64), "", 0.2) == (None, pytest.approx(0.1))
+    Matcher.used, Matcher.tokens = False, (0.11, 0.001, 0.001)
+    failure, _ = form_worker.attempt(SimpleNamespace(vocab_size=64), "", 0.2)
+    assert failure == "a token of it takes longer than 0.2 s"
 
 
 @pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])

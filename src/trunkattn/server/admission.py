@@ -61,7 +61,7 @@ def _check_attainable(num_logprobs: int, form_seconds: float) -> None:
         )
     if form_seconds > LIMITS.form_token_seconds:
         raise BadRequest(
-            f"structured_outputs: a token of all answers takes {form_seconds:.3f} s: expected at most "
+            f"structured_outputs: the slowest tokens of all answers take {form_seconds:.3f} s: expected at most "
             f"{LIMITS.form_token_seconds} s; ask for fewer answers or a simpler form",
             "structured_outputs",
         )

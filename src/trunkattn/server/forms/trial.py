@@ -34,7 +34,8 @@ _REMEMBERED: Final = 1024  # forms whose times are known
 
 
 class Outcome(NamedTuple):
-    """What is wrong with a form, or None; the bytes that it takes when it is compiled, and the seconds of a token."""
+    """What is wrong with a form, or None; the bytes that it takes when it is compiled, and the seconds of its slowest
+    token."""
 
     failure: str | None
     num_bytes: int = 0
@@ -57,8 +58,8 @@ class FormTrial:
         self._token_seconds: OrderedDict[bytes, float] = OrderedDict()  # of grammars' digests; newest last
 
     async def check(self, form: StructuredOutputsParams, num_bytes: int) -> tuple[FormGrammar, float]:
-        """Tries a form unless it is compiled already. Returns what it is compiled from, and the seconds that a token of
-        an answer takes.
+        """Tries a form unless it is compiled already. Returns what it is compiled from, and the seconds that the
+        slowest token of an answer takes.
 
         Args:
             form: the form.
