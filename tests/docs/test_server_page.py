@@ -88,7 +88,7 @@ ROWS: Final = MappingProxyType(
         "| of all requests at a time | at most | above that |": {
             "requests without a first token, also those that wait for the tokenizer": ("max_waiting",),
             "log-probabilities of prompts and answers": ("logprob_entries",),
-            "forms of answers: time for one token of each answer": ("form_token_seconds",),
+            "forms of answers: time for the slowest token of each answer": ("form_token_seconds",),
             "forms of answers: memory of those that are kept": ("cache_bytes",),
             "bodies over 64 KiB that are read or answered": ("bodies",),
             "live pages of a tenant": ("live_pages",),
