@@ -43,42 +43,58 @@ def test_forms_share_the_time_of_a_step(server: Server, monkeypatch: pytest.Monk
         assert server.post(COMPLETE, BASE).status_code == 200
 
 
-def test_a_form_takes_what_its_slowest_token_takes_once_its_grammar_has_been_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An answer of one slow token and many fast ones takes a step as long as the slow one, however many follow."""
-    clock = {"now": 0.0}
+def test_a_form_takes_what_its_slowest_token_after_the_first_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of a random answer and of one that opens objects. What may be first is found before the engine's steps."""
+    now, limits_set = [0.0], list[float]()
 
     class Matcher:
-        tokens, used = (0.1, 0.001, 0.001), False
+        seconds, opened = (0.15, 0.001, 0.001), 0.05
 
         def __init__(self, *args: Any, **options: Any) -> None:
-            self.at = 0
+            self.tokens: list[int] = []
 
         def is_error(self) -> bool:
             return False
 
         def is_stopped(self) -> bool:
-            return self.at == len(self.tokens)
+            return len(self.tokens) == len(self.seconds)
 
         def deep_copy(self) -> "Matcher":
             return Matcher()
 
         def consume_token(self, token_id: int) -> None:
-            self.at += 1
+            self.tokens.append(token_id)
 
     def fill(matcher: Matcher, bits: np.ndarray) -> None:
-        clock["now"] += matcher.tokens[matcher.at] * (1.0 if Matcher.used else 1.9)
-        Matcher.used |= matcher.at == len(matcher.tokens) - 1
-        bits[:] = 1
+        now[0] += matcher.opened if matcher.tokens == [7] else matcher.seconds[len(matcher.tokens)]
+        bits[:] = -1
+
+    def attempt() -> tuple[str | None, float]:
+        tokens = SimpleNamespace(vocab_size=64, tokenize_str=lambda text: [7] if text == '{"' else [8, 9])
+        return form_worker.attempt(tokens, "", {"cpu_seconds": 2.0, "mask_seconds": 0.2})
 
     monkeypatch.setattr(form_worker.llguidance, "LLMatcher", Matcher)
     monkeypatch.setattr(form_worker, "fill_next_token_bitmask", fill)
-    monkeypatch.setattr(form_worker, "time", SimpleNamespace(thread_time=lambda: clock["now"]))
-    assert form_worker.attempt(SimpleNamespace(vocab_size=64), "", 0.2) == (None, pytest.approx(0.1))
-    Matcher.used, Matcher.tokens = False, (0.11, 0.001, 0.001)
-    failure, _ = form_worker.attempt(SimpleNamespace(vocab_size=64), "", 0.2)
-    assert failure == "a token of it takes longer than 0.2 s"
+    monkeypatch.setattr(form_worker, "time", SimpleNamespace(thread_time=lambda: now[0]))
+    monkeypatch.setattr(form_worker, "limit_cpu", limits_set.append)
+    assert attempt() == (None, pytest.approx(0.05)) and limits_set == [2.0, 2.0]
+    Matcher.opened = 0.21
+    assert attempt()[0] == "a token of it takes longer than 0.2 s"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{i:03}": {} for i in range(520)}},
+        {"properties": {f"p{i:03}": {} for i in range(520)}},
+        {"anyOf": [{"type": "object", "properties": {f"{a}{i:03}": {} for i in range(300)}} for a in "pq"]},
+    ],
+)
+def test_an_object_of_which_too_many_names_may_follow_is_refused(server: Server, schema: dict[str, Any]) -> None:
+    """Without the trial, every answer that opens such an object would end in an error."""
+    response = server.post(COMPLETE, BASE | {"structured_outputs": {"json": schema}})
+    assert response.status_code == 400, response.text
+    assert "too much may follow in one place of it" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("form", [{"json": {"multipleOf": 123456789, "type": "integer"}}, {"regex": "(a|b)?" * 1300}])

@@ -308,7 +308,9 @@ class Engine:
                 request = chunk.request
                 following = request.token_ids[positions.start + 1 : positions.stop + 1]
                 counts = [request.params.prompt_logprobs or 0] * len(positions)
-                results.append((request, most_likely(logits, following, counts, range(row, row + len(positions)))))
+                results.append(
+                    (request, most_likely(logits[row : row + len(positions)], following, counts, range(len(positions))))
+                )
                 row += len(positions)
         return results
 

@@ -40,7 +40,7 @@ class Admission:
         if self._num_logprobs + num_logprobs > LIMITS.logprob_entries:
             raise ServerFull(f"{self._num_logprobs} log-probabilities are asked for", self._loop.retry_after_s)
         if form_seconds and self._form_seconds + form_seconds > LIMITS.form_token_seconds:
-            full = f"the forms of answers take {self._form_seconds:.3f} s of each step"
+            full = f"the forms of answers may take {self._form_seconds:.3f} s of a step"
             raise ServerFull(full, self._loop.retry_after_s)
         self._num_logprobs += num_logprobs
         self._form_seconds += form_seconds

@@ -50,7 +50,7 @@ class Submission:
         tenant: only this tenant sees it on the live page; None: everybody does.
         arrival_time: when it came, on the monotonic clock; None: when it is submitted.
         num_logprobs: log-probabilities that its output may have.
-        form_seconds: the part of a step that the form of its answers takes.
+        form_seconds: the part of a step that the slowest tokens of its answers' form may take.
     """
 
     checked: CheckedRequest

@@ -24,7 +24,8 @@ def no_pause() -> None:
 
 
 class Pauses:
-    """The pauses of several threads, one after the other, so that together they compute about half of the time at most.
+    """The pauses of several threads, one after the other. Threads with long work compute about a quarter of the time
+    together, and threads with short work another quarter.
 
     Short work waits for no pause of long work, so that a few large requests do not hold up many small ones.
 

@@ -35,8 +35,8 @@ class RequestLimits:
         stop_token_ids, allowed_token_ids: their numbers.
         top_k: the highest.
         template_seconds: processor time for the model's chat template.
-        form_seconds: processor time for compiling a form of answers. form_token_seconds: for its slowest token, and for
-            the slowest tokens of all answers at a time.
+        form_seconds: processor time for compiling a form of answers. form_token_seconds: for a token of it, and for
+            the slowest tokens of all answers at a time, as two answers that are tried show them.
         form_bytes: address space of a process that tries forms.
         forms: see `FormLimits`.
         bodies: bytes of all bodies over 64 KiB that are being read or answered at a time.

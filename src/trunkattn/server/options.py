@@ -11,8 +11,8 @@ from trunkattn.validate import check_bool, check_real, check_text, keep_int, sho
 # What a browser sends in the header Origin: a scheme and a host, a port perhaps, and no path.
 _ORIGIN: Final = re.compile(r"null|\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 _BRACKETED: Final = re.compile(r"\[([^\[\]]*:[^\[\]]*)\]")  # an address of IPv6 in a URL
-# A name or an address, without a port: an address of IPv6 has two colons at least, and perhaps a zone.
 _KEY: Final = re.compile(r"[!-~]+")  # what a header can hold
+# A name or an address, without a port: an address of IPv6 has two colons at least, and perhaps a zone.
 _HOST: Final = re.compile(r"[^\s/?#@:]+|(?=.*:.*:)[0-9a-f:.]+(?:%[^\s/]+)?", re.IGNORECASE)
 
 

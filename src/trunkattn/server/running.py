@@ -26,7 +26,7 @@ from trunkattn.server.limits import LIMITS
 _LOG: Final = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
 _BACKLOG: Final = 2048  # connections that the system keeps waiting
-_FILES: Final = 1 << 16  # as many as a process has use for
+_FILES: Final = 1 << 13  # as many as it has use for; a connection for which no room is left looks at all others
 _SPARE_FILES: Final = 32
 _LEAST_CONNECTIONS: Final = 16
 _TLS_HANDSHAKE: Final = b"\x16\x03"  # how a connection of TLS begins
@@ -54,7 +54,10 @@ class LimitedProtocol(H11Protocol):
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
             oldest = min(idle, key=lambda one: one._idle_since, default=self)
             if oldest is self:
-                _LOG.warning("A new connection was closed: %d are busy, as many as `ulimit -n` allows.", self.most)
+                _LOG.warning(
+                    "A new connection was closed: %d are busy, as many as the open files of this process allow.",
+                    self.most,
+                )
             oldest.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]

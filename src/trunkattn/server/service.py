@@ -49,7 +49,7 @@ class Meaning:
     Attributes:
         params: the parameters.
         rules: what they mean for the model; None: the first prompt's check finds it out.
-        form_seconds: the part of a step that the form of a prompt's answers takes; 0 if they have none.
+        form_seconds: the part of a step that the slowest tokens of a prompt's answers may take; 0 without a form.
     """
 
     params: SamplingParams

@@ -1,6 +1,7 @@
 """The form of an answer as a grammar of llguidance, and the checks of it that need no model. No torch here."""
 
 import json
+import re
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ from trunkattn.validate import shown
 
 _LONGEST_REASON: Final = 300
 _IN_WORDS: Final = MappingProxyType({"NoExtensionBias": "there is a place in it that nothing can follow"})
+_TOO_WIDE: Final = re.compile(r"[Rr]ow has \d+ items; max is \d+")
 # If only one text can follow, llguidance forces the tokens that the tokenizer makes of it. A text that is the name of a
 # special token would become that token: an answer that must contain the name of end-of-sequence would end there.
 _EVERY_TOKEN: Final = '\n%llguidance {"no_forcing": true}'
@@ -49,7 +51,7 @@ class FormGrammar(NamedTuple):
         """The message that the form cannot be compiled."""
         if reason is not None and self.schema is not None:
             reason = explain(self.schema, reason)
-        reason = _IN_WORDS.get(reason or "", reason)
+        reason = _in_words(reason or "")
         return f"structured_outputs: {self.name}={shown(self.value)}: expected a valid {self.name}; {reason}"
 
 
@@ -100,7 +102,13 @@ def check_grammar(form: StructuredOutputsParams, limits: FormLimits) -> None:
 
 def reason_of(matcher: Any) -> str:
     """The error of a matcher in one short line, without the state that llguidance appends."""
-    reason = _short(matcher.get_error().partition("<state>")[0])
+    return _in_words(_short(matcher.get_error().partition("<state>")[0]))
+
+
+def _in_words(reason: str) -> str:
+    """What llguidance says, in words where a reader of its grammars alone would understand it."""
+    if _TOO_WIDE.search(reason):
+        return "too much may follow in one place of it, such as the names of about 500 properties that are not required"
     return _IN_WORDS.get(reason, reason)
 
 

@@ -161,7 +161,7 @@ def _draw(probs: torch.Tensor, uniform: torch.Tensor, rows: list[int]) -> torch.
     if _are_all(rows, probs):
         within = probs.gather(1, inside)
     else:
-        within = probs[torch.tensor(rows, device=probs.device)[:, None], inside]
+        within = probs[torch.tensor(rows, dtype=torch.int64, device=probs.device)[:, None], inside]
     within = within.double().masked_fill_(places >= vocab_size, 0.0)
     cumulative = within.cumsum(dim=-1)
     return (block * BLOCK + _first_above(cumulative, share.clamp_(min=0.0) * cumulative[:, -1:]))[:, 0]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -23,11 +22,9 @@ from trunkattn.server.limits import RequestLimits
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
 _START_SECONDS: Final = 60.0
-# The process begins in a group of its own, within the server's session. Signals to the server's group, such as Ctrl-C,
-# are for the server, which lets answers end and then ends this process.
-_OWN_GROUP: Final[Mapping[str, Any]] = MappingProxyType(
-    {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
-)
+# From Python 3.11 on the process begins in a group of its own, within the server's session. Signals to the server's
+# group, such as Ctrl-C, are for the server, which lets answers end and then ends this process.
+_OWN_GROUP: Final[Mapping[str, Any]] = MappingProxyType({"process_group": 0} if sys.version_info >= (3, 11) else {})
 _ENDED_BY_OTHERS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT})
 _WAITED: Final = 12  # seconds for a form, for each of its limit of processor time: its process gives way to others
 _REMEMBERED: Final = 1024  # forms whose times are known
