@@ -294,8 +294,9 @@ class Engine:
             SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state)
             for request in (sample.request for sample in batch.samples)
         ]
-        token_ids = self._sampler.sample(logits, specs, rows)
-        return token_ids, token_logprobs(logits, specs, token_ids, rows)
+        shared = () if len(distinct) == len(specs) else (rows,)  # else each has its own, in order
+        token_ids = self._sampler.sample(logits, specs, *shared)
+        return token_ids, token_logprobs(logits, specs, token_ids, *shared)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, logits: torch.Tensor
