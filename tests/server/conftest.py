@@ -125,7 +125,7 @@ class Server:
         tokenizer = self.llm.tokenizer
         token_ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
-        def sample(logits: Any, specs: Any, rows: Any = None) -> list[int]:
+        def sample(logits: Any, specs: Any) -> list[int]:
             return [token_ids[min(spec.position, len(token_ids) - 1)] for spec in specs]
 
         self.llm.engine._sampler.sample = sample  # type: ignore[method-assign]

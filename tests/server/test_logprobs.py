@@ -85,7 +85,7 @@ def test_what_is_impossible_is_a_number_in_json(start_server: Callable[..., Any]
     server = start_server()
     server.say("ab")
 
-    def likely(logits: torch.Tensor, specs: Any, token_ids: Any, rows: Any = None) -> Any:
+    def likely(logits: torch.Tensor, specs: Any, token_ids: Any) -> Any:
         return [TokenLogprobs([token, 65], [float("-inf"), 0.0], [257, 1]) for token in token_ids]
 
     monkeypatch.setattr("trunkattn.engine.engine.token_logprobs", likely)

@@ -291,12 +291,11 @@ class Engine:
         if distinct != list(range(len(logits))):  # rows of prompts have no sample
             logits = logits[distinct]
         specs = [
-            SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state)
-            for request in (sample.request for sample in batch.samples)
+            SampleSpec(request.params, request.index, request.num_output_tokens, request.logits_state, row)
+            for request, row in zip((sample.request for sample in batch.samples), rows, strict=True)
         ]
-        shared = () if len(distinct) == len(specs) else (rows,)  # else each has its own, in order
-        token_ids = self._sampler.sample(logits, specs, *shared)
-        return token_ids, token_logprobs(logits, specs, token_ids, *shared)
+        token_ids = self._sampler.sample(logits, specs)
+        return token_ids, token_logprobs(logits, specs, token_ids)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, logits: torch.Tensor

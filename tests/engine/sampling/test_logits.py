@@ -253,13 +253,18 @@ def test_answers_that_share_a_row_get_what_copies_of_it_would_give(
     rows = [row for row, _ in drawn]
     params = [SamplingParams(**SHARED_ROWS[kind]) for kind in kinds]  # type: ignore[arg-type]
 
-    def specs() -> list[SampleSpec]:
-        return [SampleSpec(params[row], index, 0, state_of(params[row], [1, 2, 3])) for row, index in drawn]
+    def specs(share: bool) -> list[SampleSpec]:
+        states = [state_of(params[row], [1, 2, 3]) for row in rows]
+        where = rows if share else [None] * len(rows)
+        return [
+            SampleSpec(params[row], index, 0, state, place)
+            for (row, index), state, place in zip(drawn, states, where, strict=True)
+        ]
 
-    token_ids = Sampler(5).sample(logits, specs(), rows)
-    assert token_ids == Sampler(5).sample(logits[rows], specs())
-    together, alone = token_logprobs(logits, specs(), token_ids, rows), token_logprobs(logits[rows], specs(), token_ids)
-    assert together == alone
+    token_ids = Sampler(5).sample(logits, specs(True))
+    assert token_ids == Sampler(5).sample(logits[rows], specs(False))
+    together = token_logprobs(logits, specs(True), token_ids)
+    assert together == token_logprobs(logits[rows], specs(False), token_ids)
 
 
 def test_an_error_of_a_shared_row_is_that_of_all_its_answers() -> None:
@@ -270,8 +275,9 @@ def test_an_error_of_a_shared_row_is_that_of_all_its_answers() -> None:
     states = [state_of(SamplingParams()) for _ in range(4)]
     for state in states[:3]:
         state.grammar = Broken()  # type: ignore[assignment]
-    specs = [SampleSpec(state.params, index, 0, state) for index, state in enumerate(states)]
-    assert Sampler().sample(logits_of(2), specs, [0, 0, 0, 1])[:3] == [NO_TOKEN_LEFT] * 3
+    rows = [0, 0, 0, 1]
+    specs = [SampleSpec(state.params, index, 0, state, rows[index]) for index, state in enumerate(states)]
+    assert Sampler().sample(logits_of(2), specs)[:3] == [NO_TOKEN_LEFT] * 3
     assert [state.error for state in states] == ["no way on"] * 3 + [None]
 
 

@@ -29,12 +29,15 @@ class SampleSpec:
         index: number of the answer among the request's `n`.
         position: tokens of the answer before this one.
         state: what the parameters do to the logits before the temperature; None: nothing.
+        row: its row of logits. Specs of one row, such as the first tokens of a request's answers, differ in their index
+            at most. None: the row at the spec's own place.
     """
 
     params: SamplingParams
     index: int
     position: int
     state: LogitsState | None = None
+    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,14 @@ class Sampler:
             self._shared.manual_seed(seed)
         self._seeded = torch.Generator()  # each row sets its seed
 
-    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec], rows: Sequence[int] | None = None) -> list[int]:
+    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         """Token ids, one per spec; `NOT_FINITE` or `NO_TOKEN_LEFT` for a row that has none.
 
         Args:
             logits: [rows, vocab_size], any floating dtype. They are not changed.
-            specs: how tokens are sampled.
-            rows: the row of each spec. Every row has one, and specs of one row, such as the first tokens of a request's
-                answers, differ in their index at most. None: each spec has its own row, in order.
+            specs: how tokens are sampled; at least one of every row.
         """
-        rows = list(range(len(specs)) if rows is None else rows)
+        rows = _rows_of(specs)
         spec_of = dict(zip(rows, specs, strict=True))
         has_token = is_finite = _is_finite(logits)
         adjusted = {row: spec.state for row, spec in spec_of.items() if spec.state is not None}
@@ -107,6 +108,11 @@ class Sampler:
                 generator = self._seeded.manual_seed(_stream(spec.params.seed, spec.index, spec.position))
             row.uniform_(generator=generator)
         return drawn
+
+
+def _rows_of(specs: Sequence[SampleSpec]) -> list[int]:
+    """The row of logits of each spec."""
+    return [at if spec.row is None else spec.row for at, spec in enumerate(specs)]
 
 
 def _is_finite(logits: torch.Tensor) -> torch.Tensor:
@@ -179,7 +185,6 @@ def token_logprobs(
     logits: torch.Tensor,
     specs: Sequence[SampleSpec],
     token_ids: Sequence[int],
-    rows: Sequence[int] | None = None,
 ) -> list[TokenLogprobs | None]:
     """Log-probabilities of each sampled token and of the `params.logprobs` most likely ones of its row; None where that
     is None, or where no token was sampled.
@@ -188,14 +193,13 @@ def token_logprobs(
         logits: [rows, vocab_size], unmodified.
         specs: how the tokens were sampled.
         token_ids: the sampled tokens, one per spec.
-        rows: the row of each spec; None: every row has one, in order.
     """
     results: list[TokenLogprobs | None] = [None] * len(specs)
     wanted = [at for at, spec in enumerate(specs) if spec.params.logprobs is not None and token_ids[at] >= 0]
     if wanted:
         counts = [specs[at].params.logprobs or 0 for at in wanted]
-        places = wanted if rows is None else [rows[at] for at in wanted]
-        found = most_likely(logits, [token_ids[at] for at in wanted], counts, places)
+        rows = _rows_of(specs)
+        found = most_likely(logits, [token_ids[at] for at in wanted], counts, [rows[at] for at in wanted])
         for at, logprobs in zip(wanted, found, strict=True):
             results[at] = logprobs
     return results
