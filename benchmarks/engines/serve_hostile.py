@@ -83,7 +83,8 @@ def hostile() -> dict[str, tuple[str, bytes]]:
     """A request of each kind: path and body. They are made once: what makes them takes a processor for seconds."""
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 3_500_000}}
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 990_000}}}
-    schema = {"properties": {f"p{i:04}": {"type": "null"} for i in range(4900)}}
+    optional, required = ({"properties": {f"p{i:04}": {"type": "null"} for i in range(n)}} for n in (480, 4900))
+    required["required"] = list(required["properties"])
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     small, full = ({"function": {"name": "f", "arguments": text}} for text in ("{}", "[" + "1," * 40_000 + "1]"))
     most = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 45_000}}}
@@ -114,7 +115,8 @@ def hostile() -> dict[str, tuple[str, bytes]]:
         "a regex that takes its time": completion(structured_outputs={"regex": "(a|b)?" * 1_300}),
         "a schema that compiles for minutes": completion(structured_outputs={"json": {"multipleOf": 12_345_677}}),
         "a schema of a million values": completion(structured_outputs={"json": {"enum": [1] * 990_000}}),
-        "the largest schema": completion(structured_outputs={"json": schema}),
+        "the largest schema": completion(structured_outputs={"json": required}, max_tokens=64),
+        "the most optional names": completion(structured_outputs={"json": optional}, max_tokens=64),
         "a grammar of white space": completion(structured_outputs={"grammar": "start" + " " * 110_000}),
         "a chain of references": completion(structured_outputs={"json": {"$defs": CHAIN, "$ref": "#/$defs/d0"}}),
         "a chain of rules": completion(structured_outputs={"grammar": RULES}),
