@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, NoReturn, TypeVar
 
 Result = TypeVar("Result")
-_ENDING: Final = (signal.SIGINT, signal.SIGTERM)  # what ends a command
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what ends a command; a closed terminal sends SIGHUP
 _WORDS: Final = "trunkattn: interrupted"
 _SHOW_CURSOR: Final = "\x1b[?25h"  # progress bars hide it
 
 
 class CommandSignals:
-    """The handler of a command's SIGINT and SIGTERM, which raises KeyboardInterrupt, or ends the process at once.
+    """The handler of a command's SIGINT, SIGTERM and SIGHUP. It raises KeyboardInterrupt, or ends the process at once.
 
     Attributes:
         received: the signal that came; None: none did.
@@ -41,8 +41,8 @@ class CommandSignals:
 
     @contextmanager
     def handling(self) -> Iterator["CommandSignals"]:
-        """Context in which it handles both signals, but for those that whoever started the command lets it ignore. Only
-        the main thread handles signals; in another one it handles none."""
+        """Context in which it handles these signals, but for those that whoever started the command lets it ignore.
+        Only the main thread handles signals; in another one it handles none."""
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in _ENDING if is_main}
         taken = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
@@ -73,7 +73,7 @@ class CommandSignals:
 
 def _of_command() -> CommandSignals | None:
     """The handler of a command's signals, if this thread gets them. A script that starts a command in the background
-    lets it ignore SIGINT, so that it handles no signal but SIGTERM."""
+    lets it ignore SIGINT, so that it handles only the other signals."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return next((handler for handler in map(signal.getsignal, _ENDING) if isinstance(handler, CommandSignals)), None)
@@ -81,8 +81,8 @@ def _of_command() -> CommandSignals | None:
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Context in which Ctrl-C and SIGTERM end a command at once and with a line, also while it computes or compiles. In
-    any other program it changes nothing."""
+    """Context in which Ctrl-C, SIGTERM and SIGHUP end a command at once and with a line, also while it computes or
+    compiles. In any other program it changes nothing."""
     signals = _of_command() or CommandSignals()
     signals.may_end += 1
     try:
@@ -125,12 +125,12 @@ def importing() -> Iterator[None]:
 
 
 def usual_signals() -> bool:
-    """Lets Ctrl-C and SIGTERM do from now on what they do in any program, such as one that handles them itself, or in a
-    process whose parent ends it. Returns whether a command handled one of them."""
+    """Lets Ctrl-C, SIGTERM and SIGHUP do from now on what they do in any program, such as one that handles them itself,
+    or in a process whose parent ends it. Returns whether a command handled one of them."""
     handled = False
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    for number in _ENDING:
         if isinstance(signal.getsignal(number), CommandSignals):
-            signal.signal(number, usual)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             handled = True
     return handled
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command with one line and its status, at once where nothing has to be put away."""
+"""Ctrl-C, SIGTERM and SIGHUP end a command with one line and its status, at once where nothing has to be put away."""
 
 import os
 import signal
@@ -14,7 +14,12 @@ import pytest
 from trunkattn.analysis.parallel import run_all
 from trunkattn.interrupts import CommandSignals, ends_at_once, finished, held_interrupts, importing, temporary_folder
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+USUAL = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+SIGNALS = list(USUAL)
 PROGRAM = """
 import signal, sys
 import trunkattn.cli as cli
@@ -31,6 +36,7 @@ class Dropping:  # as the imports of some libraries do
                 pass
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.argv = ["trunkattn", "doctor"]
 {change}
 cli.main()
@@ -39,10 +45,12 @@ cli.main()
 
 @pytest.fixture(autouse=True)
 def _interrupts_raise() -> Iterator[None]:
-    """A shell without job control starts a process in the background with interrupts that are ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell without job control starts a process in the background with interrupts that are ignored, and `nohup` one
+    that ignores SIGHUP."""
+    before = [signal.signal(*usual) for usual in USUAL.items()]
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(USUAL, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -92,7 +100,7 @@ def test_a_temporary_folder_goes_first(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_both_signals_wait_where_a_library_must_not_be_interrupted(number: signal.Signals) -> None:
+def test_signals_wait_where_a_library_must_not_be_interrupted(number: signal.Signals) -> None:
     through = False
     with CommandSignals().handling(), pytest.raises(KeyboardInterrupt), held_interrupts():
         signal.raise_signal(number)

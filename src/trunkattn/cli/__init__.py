@@ -19,8 +19,8 @@ NO_TEMPORARY_FOLDER = "No usable temporary directory"
 
 
 def main() -> None:
-    """Entry point of the console script and of `python -m trunkattn`. Ctrl-C and SIGTERM end it with one line, and with
-    status 130 or 143."""
+    """Entry point of the console script and of `python -m trunkattn`. Ctrl-C, SIGTERM and SIGHUP end it with one
+    line, and with status 130, 143 or 129."""
     with CommandSignals().handling() as signals:
         try:
             _checked()

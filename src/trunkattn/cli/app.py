@@ -107,8 +107,8 @@ def serve(options: ServeOptions) -> None:
     """Serve a local model over HTTP, with OpenAI's API.
 
     `/v1/chat/completions`, `/v1/completions`, `/v1/models`, `/tokenize`, `/health`, `/metrics` for Prometheus, and a
-    live page at `/`. It listens only on this machine unless `--host` says otherwise, and ends at SIGTERM or Ctrl+C
-    when the running answers are finished.
+    live page at `/`. It listens only on this machine unless `--host` says otherwise, and ends at SIGTERM, Ctrl+C or
+    SIGHUP (a closed terminal) when the running answers are finished.
 
     Example: `trunkattn serve ./SmolLM2`
     """

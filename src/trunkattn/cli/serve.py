@@ -1,4 +1,4 @@
-"""`trunkattn serve`: the model behind HTTP until SIGTERM or SIGINT."""
+"""`trunkattn serve`: the model behind HTTP until SIGTERM, SIGINT or SIGHUP."""
 
 import contextlib
 import errno

@@ -34,7 +34,7 @@ class ServerOptions:
         max_answers: most answers (`n`, times the prompts) of one request.
         max_prompt_tokens: most tokens of a prompt; None: the model's limit.
         max_answer_tokens: most tokens of an answer (`max_tokens`); None: the model's limit.
-        shutdown_seconds: after SIGTERM, how long running answers may take to end.
+        shutdown_seconds: after SIGTERM, SIGINT or SIGHUP, how long running answers may take to end.
         tool_call_parser: how the model writes tool calls.
         strict_requests: refuse every field that does not exist. Otherwise only those that look like a misspelt one are
             refused, and others are ignored.

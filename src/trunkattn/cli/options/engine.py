@@ -232,7 +232,7 @@ class ServeOptions(EngineOptions):
     max_prompt_tokens: Annotated[int | None, integer_option(SERVER, "Most tokens of a prompt.")] = None
     max_answer_tokens: Annotated[int | None, integer_option(SERVER, "Most tokens of an answer.")] = None
     shutdown_seconds: Annotated[
-        float, number_option(SERVER, "How long running answers may take to end after SIGTERM.")
+        float, number_option(SERVER, "How long running answers may take to end after SIGTERM, Ctrl+C or SIGHUP.")
     ] = 30.0
     tool_call_parser: Annotated[
         str,
