@@ -143,6 +143,7 @@ CLI_FLOORS = MappingProxyType(
         "models": 0,
         "packages": 0,
         "streams": 0,
+        "log": 1,
         "options": 1,
         "analyze": 2,
         "demo": 2,

@@ -1,5 +1,6 @@
 """`trunkattn serve` as a process: signals, a full disk for its log, an address that is taken."""
 
+import fcntl
 import json
 import os
 import re
@@ -104,6 +105,26 @@ def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+def test_a_log_that_nobody_reads_stops_nobody(folder: Path) -> None:
+    """As in `serve 2>&1 | sleep 1000`, or in a terminal after Ctrl+S."""
+    line = f"exec {shlex.join(command(folder, '--port', 0))}"
+    process = subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True, bufsize=1)
+    try:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        url = next(match[1] for line in process.stderr if (match := re.search(r"at (http://\S+),", line)))
+        with httpx.Client(timeout=PATIENCE) as client:
+            for _ in range(100):
+                assert client.get(f"{url}/health", params={"fills": "x" * 1000}).status_code == 200
+            body = {"prompt": "x", "max_tokens": 2}
+            assert client.post(f"{url}/v1/completions", json=body).status_code == 200
+        process.terminate()
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_port_is_one_servers_while_its_model_is_loaded() -> None:

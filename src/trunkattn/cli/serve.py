@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
+from trunkattn.cli.log import queued_stderr
 from trunkattn.cli.models import name_of, place, use_threads
 from trunkattn.cli.options.engine import ServeOptions
 from trunkattn.cli.options.from_dataclass import fields_of, reported_by_option
@@ -50,11 +51,11 @@ def run_serve(options: ServeOptions) -> None:
         config = EngineConfig(**fields_of(EngineConfig, options))
     sys.setswitchinterval(_SWITCH_SECONDS)
     level = "WARNING" if options.quiet else "INFO"
-    logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", stream=sys.stderr)
-    logging.getLogger("gguf").setLevel(logging.WARNING)  # it names the temporary files of a conversion
     for name in _SHARED_METRICS:
         os.environ.pop(name, None)
-    with _bound(server) as listener:
+    with queued_stderr() as log, _bound(server) as listener:
+        logging.basicConfig(level=level, format="%(levelname)s:     %(message)s", handlers=[log])
+        logging.getLogger("gguf").setLevel(logging.WARNING)  # it names the temporary files of a conversion
         with importing():
             from trunkattn.server import AppServer, create_app
 

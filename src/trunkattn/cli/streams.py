@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TextIO, cast
 
 import typer
 
@@ -70,12 +70,12 @@ def prepare_standard_streams() -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(sys.stdout.buffer, io.RawIOBase):
-        sys.stdout = _text_of(_Whole(sys.stdout), sys.stdout)
+        sys.stdout = text_of(_Whole(sys.stdout), sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr = _text_of(_WithoutErrors(sys.stderr), sys.stderr)
+        sys.stderr = text_of(_WithoutErrors(sys.stderr), sys.stderr)
 
 
-def _text_of(raw: Any, stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def text_of(raw: Any, stream: TextIO) -> io.TextIOWrapper:
     """A stream of text over one of bytes, which gets it at once. stream: the one that it stands for."""
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
 

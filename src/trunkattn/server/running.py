@@ -196,6 +196,8 @@ class AppServer(uvicorn.Server):
             finally:
                 if is_main:
                     signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+                for log in logging.getLogger().handlers:
+                    log.flush()  # a signal that is raised again may end the process
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the end. A second signal waits for no answer: uvicorn would break their connections without a word.
