@@ -25,10 +25,12 @@ from trunkattn.server.endpoints.streaming import respond, write_json
 from trunkattn.server.engine_loop import EngineLoop
 from trunkattn.server.errors import CLIENT_CLOSED, BadRequest, add_handlers, error_response
 from trunkattn.server.middleware import (
+    REQUEST_ID,
     AnswerErrors,
     CheckHost,
     CountRequests,
     LimitBody,
+    NameRequests,
     ReadRest,
     ReadTarget,
     RequireKey,
@@ -54,7 +56,7 @@ _PAGE_HEADERS: Final = MappingProxyType(
     }
 )
 # Headers of answers that a page of another origin may read beside those that every page may.
-_EXPOSED: Final = ("Allow", "Retry-After", "WWW-Authenticate")
+_EXPOSED: Final = ("Allow", "Retry-After", "WWW-Authenticate", "X-Request-Id")
 _JSON: Final = "application/json"
 _LEFT_EARLY: Final = "the client closed its connection for sending: expected one that stays open until the answer comes"
 _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -125,6 +127,7 @@ def _add_middleware(app: FastAPI, options: ServerOptions, metrics: Metrics) -> N
     app.add_middleware(ReadTarget)
     app.add_middleware(CountRequests, metrics=metrics, routes=app.routes)
     app.add_middleware(ReadRest, ending=app.state.ending)
+    app.add_middleware(NameRequests)
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:
@@ -203,7 +206,7 @@ def _add_watch_paths(app: FastAPI, service: Service, live: Live) -> None:
 
     @app.get("/live")
     async def events(request: Request) -> Response:
-        return await respond(live.events(_tenant(request, service.options)))
+        return await respond(live.events(_tenant(request, service.options)), "A live page")
 
     app.mount("/static", _WholeFiles(directory=str(_STATIC)))
 
@@ -237,13 +240,14 @@ async def _respond(
     with service.loop.waiting_place():  # who waits for the tokenizer waits
         body = await service.read(raw, endpoint_type.body_model)
         key: str | None = getattr(request.state, "api_key", None)
-        caller = Caller(salt_of(key, body.cache_salt), _tenant(request, service.options), arrived, len(raw))
+        tenant, name = _tenant(request, service.options), getattr(request.state, REQUEST_ID)
+        caller = Caller(salt_of(key, body.cache_salt), tenant, arrived, len(raw), name)
         endpoint = endpoint_type(service, body, caller)
         submissions = await endpoint.submissions()
     if body.user is not None:
         _LOG.info("%s is for user %r", endpoint.id, body.user)
     if body.stream:
-        return await respond(endpoint.stream(submissions))
+        return await respond(endpoint.stream(submissions), endpoint.id)
     return Response(await endpoint.whole(submissions), media_type=_JSON)
 
 

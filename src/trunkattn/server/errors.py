@@ -66,9 +66,9 @@ def param_of(message: str) -> str | None:
     return match[1] if match else None
 
 
-def failure(error: BaseException) -> JSONResponse:
+def failure(error: BaseException, name: str = "A request") -> JSONResponse:
     """The response for an error: a status from 400 on if the request is wrong, 503 if another try may help, and 500 for
-    everything else, which is the server's fault."""
+    everything else, which is the server's fault. name: what the log calls the request."""
     match error:
         case BadRequest():
             return error_response(error.status, str(error), error.param, error.code)
@@ -80,7 +80,7 @@ def failure(error: BaseException) -> JSONResponse:
             return error_response(500, str(error))
         case ClientDisconnect():
             return error_response(CLIENT_CLOSED, "the client went away before its body was complete")
-    _LOG.error("A request failed.", exc_info=error)
+    _LOG.error("%s failed.", name, exc_info=error)
     return error_response(500, f"the server failed: {type(error).__name__}")
 
 

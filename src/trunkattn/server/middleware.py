@@ -1,4 +1,4 @@
-"""What stands before the endpoints: errors, targets, hosts, keys, the size of bodies, and the count of requests.
+"""What stands before the endpoints: ids, errors, targets, hosts, keys, the size of bodies, and the count of requests.
 
 It is plain ASGI.
 """
@@ -8,6 +8,7 @@ import hmac
 import re
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Final
@@ -30,6 +31,9 @@ _ABSOLUTE: Final = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE)
 _METHODS: Final = "GET, HEAD, OPTIONS, POST"
 _UNCOUNTED_BYTES: Final = 64 << 10  # bodies up to here are let in whatever else is being read
 _TOO_SLOW: Final = 408
+REQUEST_ID: Final = "request_id"  # in the state of a request
+_ID_HEADER: Final = b"x-request-id"
+_OTHERS_ID: Final = re.compile(rb"[!-~]{1,128}")
 _DRAINED_BYTES: Final = 256 << 20
 _DRAIN_SECONDS: Final = 10.0
 
@@ -87,6 +91,28 @@ class ReadRest:
             ending.cancel()
 
 
+class NameRequests:
+    """Gives each request an id: the one that the client, or a proxy before it, sends in a header, or a new one. The
+    response has it in the same header, its JSON and its lines of the log have it after a prefix."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(_ID_HEADER, b"")
+        own = given if _OTHERS_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})[REQUEST_ID] = own.decode()
+
+        async def begin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, own)]}
+            await send(message)
+
+        await self._app(scope, receive, begin)
+
+
 class CountRequests:
     """Counts every request by its route and status. Paths that do not exist count as one route, so that nobody can fill
     the memory with them."""
@@ -132,7 +158,7 @@ class AnswerErrors:
         try:
             await self._app(scope, receive, begin)
         except Exception as error:
-            response = failure(error)
+            response = failure(error, f"Request {scope['state'][REQUEST_ID]}")
             if not started:
                 await response(scope, receive, send)
 

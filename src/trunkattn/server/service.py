@@ -66,12 +66,14 @@ class Caller:
         tenant: whose requests they are; None: there is one tenant.
         arrival_time: when the request arrived, on the monotonic clock.
         num_bytes: the size of its body.
+        request_id: how the id of its response ends.
     """
 
     salt: bytes = b""
     tenant: str | None = None
     arrival_time: float | None = None
     num_bytes: int = 0
+    request_id: str = ""
 
 
 class Service:

@@ -1,7 +1,6 @@
 """What every endpoint that generates has: a request, the client that sent it, and three steps to its response."""
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
@@ -33,7 +32,7 @@ class Endpoint(ABC, Generic[AnyRequest]):
 
     def __init__(self, service: Service, body: AnyRequest, caller: Caller) -> None:
         self._service, self._body, self._caller = service, body, caller
-        self.id, self._created = f"{self.id_prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.id, self._created = f"{self.id_prefix}-{caller.request_id}", int(time.time())
         self._options = body.stream_options or StreamOptions()
 
     @abstractmethod

@@ -131,10 +131,10 @@ def write_event(value: dict[str, Any], pause: Pause = no_pause) -> str:
     return _event(write_json(value, pause))
 
 
-async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
+async def respond(events: AsyncGenerator[str, None], name: str) -> StreamingResponse:
     """A response that streams events. An error before the first event is a response of its own, with its status; a
     later one is the last event. When the client goes away, the generator is closed. Without events the response is
-    empty."""
+    empty. name: what the log calls the request."""
     first = await anext(events, "")
 
     async def body() -> AsyncGenerator[str, None]:
@@ -143,7 +143,7 @@ async def respond(events: AsyncGenerator[str, None]) -> StreamingResponse:
             async for event in events:
                 yield event
         except Exception as error:
-            yield _event(failure(error).body.decode())  # type: ignore[union-attr]
+            yield _event(failure(error, name).body.decode())  # type: ignore[union-attr]
         finally:
             await events.aclose()
 
