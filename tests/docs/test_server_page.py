@@ -81,7 +81,7 @@ ROWS: Final = MappingProxyType(
         "| what takes time | at most |": {
             "the head of a request arrives": ("header_seconds",),
             "the body of a request arrives": ("body_seconds",),
-            "a connection is idle between two requests": ("idle_seconds",),
+            "a connection is idle between two requests": ("timeout_keep_alive",),
             "a client does not read its answer": ("write_seconds",),
             "the model's chat template runs": ("template_seconds",),
         },

@@ -180,8 +180,9 @@ def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
 
     def start(num_pages: int = 256, path: Path = folder, **options: Any) -> Server:
         llm = LLM(path, num_pages=num_pages)
-        app = create_app(llm, ServerOptions(NAME, port=0, **options))
-        server = AppServer(app, shutdown_seconds=1, port=0, log_level="warning")
+        given = ServerOptions(NAME, port=0, **options)
+        app = create_app(llm, given)
+        server = AppServer(app, 1, given.timeout_keep_alive, port=0, log_level="warning")
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

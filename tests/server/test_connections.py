@@ -16,7 +16,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from trunkattn.server import limits, middleware, running
+from trunkattn.server import ServerOptions, limits, middleware, running
 from trunkattn.server.service import Caller
 
 from .conftest import PATIENCE, Server, wait_for
@@ -281,9 +281,10 @@ def test_no_proxy_keeps_a_stream(server: Server) -> None:
 def test_a_connection_may_rest_longer_than_a_head_may_take(
     start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert limits.LIMITS.idle_seconds > 60  # so long do proxies keep theirs
-    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=0.2, idle_seconds=20))
-    with closing(HTTPConnection(urlsplit(start_server().url).netloc, timeout=PATIENCE)) as connection:
+    assert ServerOptions.timeout_keep_alive > 60  # so long do proxies keep theirs
+    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=0.2))
+    where = urlsplit(start_server(timeout_keep_alive=20).url).netloc
+    with closing(HTTPConnection(where, timeout=PATIENCE)) as connection:
         for _ in range(2):
             connection.request("GET", "/health")
             assert connection.getresponse().read() == b'{"status":"ok"}'
@@ -293,11 +294,8 @@ def test_a_connection_may_rest_longer_than_a_head_may_take(
             assert connection.sock.recv(1) == b""
 
 
-def test_a_connection_does_not_rest_for_ever(
-    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(idle_seconds=0.2))
-    server = start_server()
+def test_a_connection_does_not_rest_for_ever(start_server: Callable[..., Server]) -> None:
+    server = start_server(timeout_keep_alive=0.2)
     with connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         while connection.recv(1 << 16):

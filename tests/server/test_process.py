@@ -197,6 +197,7 @@ def test_a_port_that_is_taken(folder: Path) -> None:
         ("--port", 70_000, "expected"),
         ("--tool-call-parser", "x", "expected one of"),
         ("--max-waiting", 0, "expected"),
+        ("--timeout-keep-alive", 0, "expected a number of seconds > 0"),
         ("--served-model-name", "", "expected a name that is not empty"),
         ("--host", "", "expected an address or a name"),
         ("--host", "127.0.0.1:8000", "expected an address or a name without a scheme, a port"),

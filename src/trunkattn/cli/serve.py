@@ -66,7 +66,8 @@ def run_serve(options: ServeOptions) -> None:
         _LOG.info("Serving %s at %s, where its live page is too.", server.served_model_name, where)
         usual_signals()  # uvicorn handles them, and raises them again when the answers have ended
         try:
-            AppServer(app, server.shutdown_seconds, log_level=level.lower(), log_config=None).run([listener])
+            seconds = server.shutdown_seconds, server.timeout_keep_alive
+            AppServer(app, *seconds, log_level=level.lower(), log_config=None).run([listener])
         finally:
             gc.unfreeze()  # libraries that Python ends call what stays alive a leak
 

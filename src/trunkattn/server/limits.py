@@ -42,8 +42,6 @@ class RequestLimits:
         bodies: bytes of all bodies over 64 KiB that are being read or answered at a time.
         live_pages: open live pages of a tenant.
         header_seconds: time for the head of a request to arrive, from the start of a connection or from its first byte.
-        idle_seconds: time that a connection stays open between two requests. Proxies keep theirs for a minute, and the
-            side that sends should be the first to close, or a request meets a connection that is about to end.
         body_seconds: time for a body to arrive.
         write_seconds: time that a client may leave a full connection unread.
     """
@@ -81,7 +79,6 @@ class RequestLimits:
     bodies: int = 256 << 20
     live_pages: int = 16
     header_seconds: float = 10.0
-    idle_seconds: float = 75.0
     body_seconds: float = 60.0
     write_seconds: float = 60.0
 

@@ -35,6 +35,9 @@ class ServerOptions:
         max_prompt_tokens: most tokens of a prompt; None: the model's limit.
         max_answer_tokens: most tokens of an answer (`max_tokens`); None: the model's limit.
         shutdown_seconds: after SIGTERM, SIGINT or SIGHUP, how long running answers may take to end.
+        timeout_keep_alive: seconds that a connection stays open between two requests. Most proxies keep theirs for a
+            minute, and the side that sends should be the first to close, or a request meets a connection that is about
+            to end.
         tool_call_parser: how the model writes tool calls.
         strict_requests: refuse every field that does not exist. Otherwise only those that look like a misspelt one are
             refused, and others are ignored.
@@ -55,6 +58,7 @@ class ServerOptions:
     max_prompt_tokens: int | None = None
     max_answer_tokens: int | None = None
     shutdown_seconds: float = 30.0
+    timeout_keep_alive: float = 75.0
     tool_call_parser: str = "hermes"
     strict_requests: bool = False
 
@@ -79,6 +83,8 @@ class ServerOptions:
                 keep_int(self, name, 1)
         if check_real("shutdown_seconds", self.shutdown_seconds, "a number of seconds >= 0") < 0:
             raise ValueError(f"shutdown_seconds={self.shutdown_seconds!r}: expected a number of seconds >= 0")
+        if check_real("timeout_keep_alive", self.timeout_keep_alive, "a number of seconds > 0") <= 0:
+            raise ValueError(f"timeout_keep_alive={self.timeout_keep_alive!r}: expected a number of seconds > 0")
         for key in self.api_keys:
             if not _KEY.fullmatch(key):
                 raise ValueError("api_key: expected visible ASCII characters without spaces, and at least one")

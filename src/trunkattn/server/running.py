@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trunkattn.server.errors import error_body
 from trunkattn.server.limits import LIMITS
+from trunkattn.server.options import ServerOptions
 
 _LOG: Final = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
@@ -164,13 +165,20 @@ class AppServer(uvicorn.Server):
         app: the application.
         shutdown_seconds: after a signal, how long running answers may take. Then, or after a second signal, they end
             with 503.
+        timeout_keep_alive: seconds that a connection stays open between two requests.
         config: further options of `uvicorn.Config`.
     """
 
-    def __init__(self, app: FastAPI, shutdown_seconds: float, **config: Any) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        shutdown_seconds: float,
+        timeout_keep_alive: float = ServerOptions.timeout_keep_alive,
+        **config: Any,
+    ) -> None:
         self._app, self._shutdown_seconds = app, shutdown_seconds
         self._hurried = asyncio.Event()
-        config["timeout_keep_alive"] = LIMITS.idle_seconds
+        config["timeout_keep_alive"] = timeout_keep_alive
         config["timeout_graceful_shutdown"] = round(shutdown_seconds) + _LAST_SECONDS
         http = _limited_protocol()
         super().__init__(uvicorn.Config(app, http=http, backlog=_ACCEPTED_AT_ONCE, loop="asyncio", ws="none", **config))

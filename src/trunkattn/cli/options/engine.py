@@ -234,6 +234,13 @@ class ServeOptions(EngineOptions):
     shutdown_seconds: Annotated[
         float, number_option(SERVER, "How long running answers may take to end after SIGTERM, Ctrl+C or SIGHUP.")
     ] = 30.0
+    timeout_keep_alive: Annotated[
+        float,
+        number_option(
+            SERVER,
+            "Seconds that a connection stays open between two requests: more than a proxy in front keeps it for.",
+        ),
+    ] = 75.0
     tool_call_parser: Annotated[
         str,
         text_option(SERVER, "How the model writes tool calls: hermes, llama3_json, mistral.", metavar="NAME"),
