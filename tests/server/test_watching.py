@@ -61,6 +61,43 @@ def test_metrics_count_requests_and_tokens(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_finished_requests_count_under_vllms_names(server: Server, stream: bool) -> None:
+    before = samples(server)
+    body = {"prompt": ["x" * 40, "y" * 30], "n": 3, "max_tokens": 6, "ignore_eos": True, "stream": stream}
+    server.post("/v1/completions", body)
+    after = samples(server)
+    label = f"[('model_name', '{NAME}')]"
+
+    def grown(name: str, labels: str = label) -> float:
+        return after[f"vllm:{name}{labels}"] - before.get(f"vllm:{name}{labels}", 0)
+
+    counted = {
+        "request_prompt_tokens": (2, 70),
+        "request_generation_tokens": (6, 36),
+        "request_max_num_generation_tokens": (2, 12),
+        "request_params_n": (2, 6),
+        "request_params_max_tokens": (2, 12),
+    }
+    assert {name: (grown(f"{name}_count"), grown(f"{name}_sum")) for name in counted} == counted
+    assert grown("request_success_total", f"[('finished_reason', 'length'), {label[1:]}") == 6
+    parts = ("queue", "prefill", "decode", "inference")
+    assert [grown(f"request_{part}_time_seconds_count") for part in parts] == [2] * 4
+    queue, prefill, decode, inference = (grown(f"request_{part}_time_seconds_sum") for part in parts)
+    assert min(queue, prefill, decode) > 0 and prefill + decode == pytest.approx(inference)
+    assert queue + inference == pytest.approx(grown("e2e_request_latency_seconds_sum"))
+
+
+def test_what_waits_for_its_first_step_is_counted_as_waiting(server: Server) -> None:
+    """An engine's thread that is busy for a time, as with a long step."""
+    before = samples(server)
+    held = threading.Event()
+    server.app.state.service.loop.call(lambda engine: held.wait(0.3) and None)
+    server.post("/v1/completions", {"prompt": "x", "max_tokens": 2, "ignore_eos": True})
+    name = f"vllm:request_queue_time_seconds_sum[('model_name', '{NAME}')]"
+    assert samples(server)[name] - before[name] > 0.2
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_alone_counts_no_token(server: Server, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
     before = samples(server)
     body = {"prompt": ["x" * 40, "y"], "n": 2, "echo": True, "max_tokens": 0, "stream": stream}

@@ -53,11 +53,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times in seconds on the monotonic clock; None while the first token or the end has not come."""
+    """Times in seconds on the monotonic clock; None while the first token, the end or the first step has not come."""
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
+    scheduled_time: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:

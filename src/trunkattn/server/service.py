@@ -176,7 +176,7 @@ class Service:
 
     async def _stream(self, submission: Submission) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a submission, whose times are counted."""
-        times = RequestTimes(self.metrics)
+        times = RequestTimes(self.metrics, submission.checked.params)
         async with aclosing(self.loop.stream(submission)) as outputs:
             async for output in outputs:
                 times.grown(output)

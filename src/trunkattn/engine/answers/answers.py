@@ -134,5 +134,6 @@ class RequestAnswers:
                 arrival_time=first.arrival_time,
                 first_token_time=min(started, default=None),
                 finished_time=max(ended) if self.is_finished else None,
+                scheduled_time=first.scheduled_time,
             ),
         )

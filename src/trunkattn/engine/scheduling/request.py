@@ -65,6 +65,7 @@ class Request:
     logits_state: LogitsState | None = None
     num_prompt_logprobs: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 

@@ -5,6 +5,7 @@ demand. When they run out, the latest arrival gives its pages back and is recomp
 https://arxiv.org/abs/2309.06180, §4.5).
 """
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -239,7 +240,7 @@ class Scheduler:
             return None
         batch.copies.extend(self.cache.extend(request.request_id, cached + num_tokens))
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = cached
+            request.num_cached_tokens, request.scheduled_time = cached, time.monotonic()
             self.stats.prefix_cache_queries += request.num_tokens if reuse else 0
             self.stats.prefix_cache_hits += cached
         request.num_computed_tokens = cached

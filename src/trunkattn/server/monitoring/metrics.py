@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from trunkattn.engine.engine import Engine
 from trunkattn.engine.outputs import RequestOutput
+from trunkattn.engine.sampling_params import SamplingParams
 
 _SECONDS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -24,6 +25,19 @@ _COUNTS: Final = (
     ("preemptions", "num_preemptions", "Times that a sequence lost its pages."),
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found there."),
+)
+_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+# Of each request that has finished, under vLLM's names.
+_OF_REQUESTS: Final = (
+    ("request_queue_time_seconds", "Arrival to the first step.", _SECONDS),
+    ("request_prefill_time_seconds", "First step to first token.", _SECONDS),
+    ("request_decode_time_seconds", "First token to last token.", _SECONDS),
+    ("request_inference_time_seconds", "First step to last token.", _SECONDS),
+    ("request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
+    ("request_generation_tokens", "Tokens of an answer.", _TOKENS),
+    ("request_max_num_generation_tokens", "Tokens of a prompt's longest answer.", _TOKENS),
+    ("request_params_n", "Answers to a prompt that are asked for (n).", (1, 2, 5, 10, 20, 50, 100)),
+    ("request_params_max_tokens", "Most tokens of an answer, where a request says it (max_tokens).", _TOKENS),
 )
 _OTHER_VERSION: Final = 505  # the client's fault, though its number is among the server's
 _KEPT_TIMES: Final = 2000  # to a first token
@@ -97,6 +111,17 @@ class Metrics:
         text = "Tokens of prompts."
         self._vllm_prompt_tokens = Counter("vllm:prompt_tokens", text, _LABELS, registry=self.registry).labels(model)
 
+        self._of_requests = {
+            name: Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry).labels(model)
+            for name, text, buckets in _OF_REQUESTS
+        }
+        self._reasons = Counter(
+            "vllm:request_success",
+            "Answers that have ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+
     def watch(self, engine: Engine, num_waiting: Callable[[], int]) -> None:
         """Adds the engine's counts."""
         self.registry.register(EngineCollector(engine, num_waiting, self._model))
@@ -114,6 +139,26 @@ class Metrics:
     def first_tokens_since(self, time_s: float) -> list[float]:
         """Seconds to the first tokens that came after a time on the monotonic clock; the latest ones of many."""
         return [seconds for came, seconds in self._first_tokens.copy() if came >= time_s]
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Counts a request that has finished. params: what it asks for."""
+        times, tokens = output.metrics, [len(answer.token_ids) for answer in output.outputs]
+        self._took("request_queue_time_seconds", times.arrival_time, times.scheduled_time)
+        self._took("request_prefill_time_seconds", times.scheduled_time, times.first_token_time)
+        self._took("request_decode_time_seconds", times.first_token_time, times.finished_time)
+        self._took("request_inference_time_seconds", times.scheduled_time, times.finished_time)
+        self._of_requests["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        self._of_requests["request_max_num_generation_tokens"].observe(max(tokens))
+        self._of_requests["request_params_n"].observe(params.n)
+        if params.max_tokens is not None:
+            self._of_requests["request_params_max_tokens"].observe(params.max_tokens)
+        for num_tokens, answer in zip(tokens, output.outputs, strict=True):
+            self._of_requests["request_generation_tokens"].observe(num_tokens)
+            self._reasons.labels(self._model, answer.finish_reason).inc()
+
+    def _took(self, name: str, start: float | None, end: float | None) -> None:
+        if start is not None and end is not None:
+            self._of_requests[name].observe(end - start)
 
     def num_errors(self) -> tuple[int, int]:
         """Requests that were refused (a status of 400 to 499, or a version that is not HTTP/1), and that failed (500 or
@@ -139,10 +184,11 @@ class Metrics:
 
 
 class RequestTimes:
-    """The times of one request, which are counted as its output grows. metrics: what counts them."""
+    """The times of one request, which are counted as its output grows. metrics: what counts them. params: what it asks
+    for."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics, self._params = metrics, params
         self._is_new = True
         self._num_tokens = 0  # of the longest answer
         self._last_s = 0.0  # when it got the last one
@@ -167,6 +213,7 @@ class RequestTimes:
         self._num_tokens = num_tokens
         if output.finished and times.finished_time is not None:
             _observe(self._metrics.whole, times.finished_time - times.arrival_time)
+            self._metrics.finished(output, self._params)
             if output.time_per_output_token is not None:
                 _observe(self._metrics.per_token, output.time_per_output_token)
 
