@@ -55,9 +55,9 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def read_result(name: str, path: Path | None = None) -> dict[str, Any]:
-    """What results/NAME.json holds, or the path that is given; nothing if there is no such file."""
+    """What results/NAME.json holds, or the path that is given; nothing if there is no such file, or an empty one."""
     path = path or RESULTS / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, Any] = json.loads((path.read_text() if path.is_file() else "") or "{}")
     return found
 
 
@@ -68,11 +68,15 @@ def date_and_commit() -> dict[str, str]:
 
 def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path | None = None) -> Path:
     """Writes the environment and the figures to results/NAME.json, or to the path that is given. A run that is ended
-    meanwhile leaves the old file."""
-    path = path or RESULTS / f"{name}.json"
+    meanwhile leaves the old file. A path such as /dev/stdout is written to where it leads."""
+    path = (path or RESULTS / f"{name}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**environment(*packages), **figures}, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device, whose place no file may take
+        path.write_text(text)
+        return path
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({**environment(*packages), **figures}, indent=1) + "\n")
+    unfinished.write_text(text)
     return unfinished.replace(path)
 
 

@@ -1,11 +1,13 @@
 """The parts of a step's price, by first principles."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.analysis.replays import PRICES
+from trunkattn.analysis.pricing import prices as pricing
 from trunkattn.analysis.pricing.model_shape import model_shape
 from trunkattn.analysis.pricing.prices import DecodeBatch, Prices
 
@@ -65,9 +67,14 @@ def test_attention_of_layers_with_windows_takes_what_they_see() -> None:
     assert near.shared_us < far.shared_us / 4
 
 
-def test_attention_that_no_kernel_computes_is_refused_at_once() -> None:
+@pytest.mark.parametrize("optimize", [0, 1])
+def test_attention_that_no_kernel_computes_is_refused_at_once(optimize: int) -> None:
+    """As well under `python -O`, which leaves assertions out."""
+    source = Path(pricing.__file__).read_text(encoding="utf-8")
+    names = dict(vars(pricing))
+    exec(compile(source, pricing.__file__, "exec", optimize=optimize), names)
     with pytest.raises(ValueError, match="head_dim 1000: expected at most 256"):
-        Prices(replace(SHAPE, head_dim=1000), PRICES.card)
+        names["Prices"](replace(SHAPE, head_dim=1000), PRICES.card)
 
 
 def test_attention_of_prompts_takes_its_arithmetic() -> None:
