@@ -134,6 +134,7 @@ class Server:
         """Whether no request holds a page, after all that the engine's thread has been told; the cache's books must
         agree then."""
         found: Future[bool] = Future()
+        assert self.app.state.service.loop.is_running, "the engine has stopped"
 
         def look(engine: Engine) -> None:
             try:
