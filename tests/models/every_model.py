@@ -76,7 +76,7 @@ SHARP = (
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 NO_INPUTS_PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-# What else a type needs for a tiny configuration that is one.
+# What else a type needs for a tiny configuration that is one, or that has the kinds of layers of the released models.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "cohere_compass_text": {
@@ -91,8 +91,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gemma4_assistant": {"text_config": NO_INPUTS_PER_LAYER},
         "gemma4_unified_assistant": {"text_config": NO_INPUTS_PER_LAYER},
         "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-        "lfm2_moe": {"layer_types": ["full_attention"] * LAYERS},
+        "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+        "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
         "mamba2": {"num_heads": 8, "head_dim": 16},
+        "mimo_v2_flash": {"head_dim": 24},  # of which a third is rotated, in pairs
+        "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
         "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 3, "sep_token_id": 4},
         "phi4_multimodal": {
             "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "image_size": 28},
@@ -111,7 +114,8 @@ tiny random model: {equal} types answer as transformers' own `generate` does, to
 longer than their windows. {refused} are refused before any weight is loaded, each with its reason. `make test-models`
 runs it.
 
-A type that the list lacks is probed in the same way when it is loaded, so a new model needs no release.
+Each model is probed in the same way when it is loaded. So a new type needs no release, and a model whose configuration
+asks for more than the tiny one of its type, such as other kinds of layers, is refused with the reason.
 
 ## Equal
 
