@@ -16,7 +16,7 @@ ENGINES: Final[Mapping[str, Adapter]] = MappingProxyType({"vllm": vllm, "sglang"
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """--engine."""
-    parser.add_argument("--engine", choices=list(ENGINES), required=True)
+    parser.add_argument("--engine", choices=list(ENGINES), required=True, help="the engine to run")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

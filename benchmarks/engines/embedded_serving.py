@@ -284,7 +284,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", type=existing, help="folder or GGUF file; default: SmolLM2-135M, on a GPU Llama-3-8B's shape"
     )
-    parser.add_argument("--device", type=usable_device, choices=list(SCALES), default="cpu")
+    parser.add_argument(
+        "--device", type=usable_device, choices=list(SCALES), default="cpu", help="where the model runs; default: cpu"
+    )
     parser.add_argument(
         "--trace", type=existing, help="JSON lines in Mooncake's format; default: lengths drawn like them"
     )
@@ -296,7 +298,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mix-requests", type=count, help="in each run of a ratio")
     parser.add_argument("--mix-tokens", type=count, help="prompt and output tokens of a mix's request")
     parser.add_argument("--mix-at-once", type=count, help="answers of a mix at once")
-    parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=0)
+    parser.add_argument("--seed", type=integer(0, 2**32 - 1), default=0, help="of lengths and arrivals; default: 0")
     parser.add_argument("--suffix", default="", help="of the result's name")
     options = parser.parse_args()
     scale = SCALES[options.device]

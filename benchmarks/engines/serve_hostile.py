@@ -335,7 +335,13 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out what the result has of this commit")
     parser.add_argument("--seconds", type=integer(1, 3600), default=10, help="of the witness by itself")
     parser.add_argument("--load-seconds", type=integer(1, 86_400), default=180, help=f"of {LOAD}")
-    parser.add_argument("--device", type=usable_device, choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device",
+        type=usable_device,
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the server runs; default: cpu",
+    )
     parser.add_argument("--times", type=integer(1, 64), default=3, help="requests of a kind at once")
     arguments = parser.parse_args()
     measured = measured_kinds(arguments.device) if arguments.resume else set()

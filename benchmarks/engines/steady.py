@@ -87,7 +87,9 @@ def read_arguments(given: Sequence[str] | None = None) -> tuple[Adapter, argpars
     add_engine(parser)
     add_model(parser)
     parser.add_argument("--backend", help="as in tpot.py; default: ours")
-    parser.add_argument("--steps", type=integer(30, 1_000_000), default=10_000)
+    parser.add_argument(
+        "--steps", type=integer(30, 1_000_000), default=10_000, help="tokens that each request decodes; default: 10000"
+    )
     parser.add_argument("--output", type=Path, help="write here instead of into results/")
     engine, arguments = parse(parser, given)
     arguments.backend = arguments.backend or engine.STEADY

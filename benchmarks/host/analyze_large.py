@@ -141,8 +141,14 @@ def measured(arguments: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=integer(100, 10**7), default=100_000)
-    parser.add_argument("--kinds", nargs="+", choices=("hashes", "text"), default=("hashes", "text"))
+    parser.add_argument("--requests", type=integer(100, 10**7), default=100_000, help="of each log; default: 100000")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=("hashes", "text"),
+        default=("hashes", "text"),
+        help="the logs to analyze; default: both",
+    )
     parser.add_argument("--result", type=Path, help="default: benchmarks/results/analyze-large.json")
     options = parser.parse_args()
     measurements = []

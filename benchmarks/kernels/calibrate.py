@@ -201,7 +201,9 @@ def random_steps(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=("32/8", "16/8"), help="query heads / KV heads")
-    parser.add_argument("--trees", nargs="*", type=TREE, default=PAT_TREES)
+    parser.add_argument(
+        "--trees", nargs="*", type=TREE, default=PAT_TREES, help="nodes per level _ tokens per level; default: PAT's 20"
+    )
     parser.add_argument(
         "--ragged", nargs="*", default=RAGGED, help="workloads and their requests, such as conversation:64"
     )

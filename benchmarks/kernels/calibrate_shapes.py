@@ -122,9 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latent", action="store_true", help="the latent shapes, and the batches of mla.py")
     parser.add_argument(
-        "--shapes", nargs="+", choices=[shape.name for shape in (*SHAPES, *LATENT_SHAPES)], metavar="NAME"
+        "--shapes",
+        nargs="+",
+        choices=[shape.name for shape in (*SHAPES, *LATENT_SHAPES)],
+        metavar="NAME",
+        help="default: all",
     )
-    parser.add_argument("--batches", nargs="+", type=accepted_by(parse_batch))
+    parser.add_argument(
+        "--batches", nargs="+", type=accepted_by(parse_batch), help='such as "64 x (1024)"; default: all'
+    )
     parser.add_argument("--jobs", type=integer(0, 256), default=len(os.sched_getaffinity(0)), help="that compile")
     parser.add_argument("--seconds", type=integer(1, 100_000), default=300, help="after which no batch is begun")
     parser.add_argument("--fit", type=existing, help="a result of this script; measures nothing")

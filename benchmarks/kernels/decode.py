@@ -150,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", default=HEADS, choices=HEADS, help="query heads / KV heads")
     parser.add_argument("--trees", nargs="+", type=TREE, default=PAT_TREES, help="nodes per level _ tokens per level")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="of queries; default: bfloat16"
+    )
     parser.add_argument("--kv-dtype", choices=("float8_e4m3fn", "float8_e5m2"), help="default: as --dtype")
     parser.add_argument("--peers", nargs="*", default=tuple(PEERS), choices=tuple(PEERS), help="default: all")
     parser.add_argument("--name", help="of the result file; default: the dtype")

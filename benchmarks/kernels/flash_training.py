@@ -118,7 +118,9 @@ def keep(card: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
+    parser.add_argument(
+        "--device", type=usable_device, choices=("cuda", "cpu"), default=here, help="default: a GPU if there is one"
+    )
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -128,7 +130,9 @@ def main() -> None:
     )
     parser.add_argument("--grid", action="store_true", help="lengths of 512 to 16k, 16k tokens in all")
     parser.add_argument("--wide", action="store_true", help="heads of 96, 192 with values of 128, and 256")
-    parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS))
+    parser.add_argument(
+        "--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="what to measure; default: all"
+    )
     parser.add_argument("--untimed", action="store_true", help="compare results only; keep nothing")
     options = parser.parse_args()
     shapes = [*options.shapes, *GRID * options.grid, *WIDE * options.wide] or list(SHAPES)

@@ -380,7 +380,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count = integer(1, 1_000_000)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS), help="default: all")
-    parser.add_argument("--peers", nargs="*", default=list(HYBRID_PEERS), choices=list(HYBRID_PEERS))
+    parser.add_argument(
+        "--peers", nargs="*", default=list(HYBRID_PEERS), choices=list(HYBRID_PEERS), help="default: all"
+    )
     parser.add_argument("--batches", type=count, default=330, help="of the sweep")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} batches, in a result file of its own")
     parser.add_argument("--pod-every", type=count, default=4, help="FlashInfer's POD on every so many of a model")

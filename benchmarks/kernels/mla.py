@@ -196,8 +196,16 @@ def fp8_row(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", type=integer(1, 1024), default=HEADS)
-    parser.add_argument("--batches", nargs="+", type=accepted_by(parse_batch), default=BATCHES)
+    parser.add_argument(
+        "--heads", nargs="+", type=integer(1, 1024), default=HEADS, help=f"query heads; default: {HEADS}"
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=accepted_by(parse_batch),
+        default=BATCHES,
+        help=f'such as "64 x (8192 + 512)"; default: {len(BATCHES)}',
+    )
     parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16")
     arguments = parser.parse_args()
     need_gpu()

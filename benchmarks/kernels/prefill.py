@@ -247,7 +247,9 @@ def prompt_shapes(names: list[str]) -> list[Shape]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="*", default=list(PREFILL_PEERS), choices=list(PREFILL_PEERS))
+    parser.add_argument(
+        "--peers", nargs="*", default=list(PREFILL_PEERS), choices=list(PREFILL_PEERS), help="default: all"
+    )
     parser.add_argument(
         "--chunks", nargs="+", type=integer(1, 1_000_000), default=CHUNKS, help="query tokens of the one request"
     )

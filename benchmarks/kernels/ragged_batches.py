@@ -235,7 +235,9 @@ def main() -> None:
     parser.add_argument("--trace", type=existing, help="JSON lines in Mooncake's format; default: no mooncake workload")
     parser.add_argument("--requests", nargs="+", type=integer(1, 100_000), default=(64, 256), help="batch sizes")
     parser.add_argument("--heads", nargs="+", default=("32/8",), choices=HEADS, help="query heads / KV heads")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="of queries and caches; default: bfloat16"
+    )
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace) if arguments.trace else ()
     batches = {count: make_batches(trace, count) for count in arguments.requests}

@@ -40,10 +40,23 @@ def candidates() -> list[GpuTile]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=integer(80, 200), default=90, choices=sorted(ARCHITECTURES))
-    parser.add_argument("--latency-ns", type=integer(1, 100_000), required=True)
-    parser.add_argument("--bytes-per-ns", type=integer(1, 1_000_000), default=4574)
-    parser.add_argument("--num-sms", type=integer(1, 10_000), default=132)
+    parser.add_argument(
+        "--capability",
+        type=integer(80, 200),
+        default=90,
+        choices=sorted(ARCHITECTURES),
+        help="compute capability, times 10; default: 90",
+    )
+    parser.add_argument(
+        "--latency-ns",
+        type=integer(1, 100_000),
+        required=True,
+        help="of a load that misses the L2 cache: tile_equivalence.py measures it",
+    )
+    parser.add_argument(
+        "--bytes-per-ns", type=integer(1, 1_000_000), default=4574, help="read bandwidth; default: 4574"
+    )
+    parser.add_argument("--num-sms", type=integer(1, 10_000), default=132, help="multiprocessors; default: 132")
     arguments = parser.parse_args()
     memory = Memory(arguments.latency_ns, arguments.bytes_per_ns, arguments.num_sms)
     figures = {"latency_ns": memory.latency_ns, "bytes_per_ns": memory.bytes_per_ns, "processors": memory.num_sms}

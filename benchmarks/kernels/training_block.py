@@ -174,7 +174,9 @@ def _error(one: torch.Tensor, other: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
+    parser.add_argument(
+        "--device", type=usable_device, choices=("cuda", "cpu"), default=here, help="default: a GPU if there is one"
+    )
     parser.add_argument(
         "--trees",
         nargs="+",

@@ -162,7 +162,9 @@ def counted(length: int, head_dim: int, size: int = 2) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
+    parser.add_argument(
+        "--device", type=usable_device, choices=("cuda", "cpu"), default=here, help="default: a GPU if there is one"
+    )
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "LENGTH"), help="print the bytes of one memory figure")
     options = parser.parse_args()
     if options.peak:

@@ -70,8 +70,10 @@ def _tile_time(name: str, tile: Any, saved: tuple[torch.Tensor, ...], sequences:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", nargs="+", choices=TILES, default=list(TILES))
-    parser.add_argument("--head-dim", type=integer(1, 256), default=128)
+    parser.add_argument(
+        "--passes", nargs="+", choices=TILES, default=list(TILES), help="kernels whose tiles are tried; default: all"
+    )
+    parser.add_argument("--head-dim", type=integer(1, 256), default=128, help="default: 128")
     options = parser.parse_args()
     need_gpu()
     card = torch.cuda.get_device_name()

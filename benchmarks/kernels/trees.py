@@ -183,7 +183,9 @@ def parse_heads(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=usable_device, choices=("cuda", "cpu"), default=here)
+    parser.add_argument(
+        "--device", type=usable_device, choices=("cuda", "cpu"), default=here, help="default: a GPU if there is one"
+    )
     parser.add_argument(
         "--trees",
         nargs="+",
@@ -191,9 +193,11 @@ def main() -> None:
         default=TREES,
         help='such as "2048 + 16x1024"; default: eight',
     )
-    parser.add_argument("--attentions", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--heads", type=parse_heads, default=(32, 8))
-    parser.add_argument("--head-dim", type=integer(1, 256), default=128)
+    parser.add_argument(
+        "--attentions", nargs="+", choices=NAMES, default=list(NAMES), help="what to measure; default: all"
+    )
+    parser.add_argument("--heads", type=parse_heads, default=(32, 8), help="query heads / KV heads; default: 32/8")
+    parser.add_argument("--head-dim", type=integer(1, 256), default=128, help="default: 128")
     parser.add_argument("--untimed", action="store_true", help="compare results only, which compiles; keep nothing")
     parser.add_argument("--plans", action="store_true", help="measure only plans, for rows that the result has")
     options = parser.parse_args()

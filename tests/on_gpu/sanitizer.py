@@ -244,7 +244,7 @@ def check_memory(test: str) -> bool:
 def main() -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description="further options are pytest's")
-    parser.add_argument("tool", choices=("memcheck", "racecheck"))
+    parser.add_argument("tool", choices=("memcheck", "racecheck"), help="what to look for")
     parser.add_argument("-n", type=int, default=8, help="tests at once")
     arguments, options = parser.parse_known_args()
     passed, check = True, check_memory

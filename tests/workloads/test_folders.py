@@ -62,6 +62,14 @@ def test_a_script_reads_its_command_line(path: Path) -> None:
     assert names & {"ArgumentParser", "no_options"}
 
 
+def test_every_option_is_explained() -> None:
+    for path in (*BENCHMARKS.rglob("*.py"), *(BENCHMARKS.parent / "examples").glob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        options = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+        bare = [call.lineno for call in options if "help" not in {keyword.arg for keyword in call.keywords}]
+        assert not bare, f"{path}: an option without help in lines {bare}"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_refused() -> None:
     assert usable_device("cpu") == "cpu"
