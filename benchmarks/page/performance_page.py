@@ -190,8 +190,9 @@ hide: [toc]
 
 {WRITTEN}
 
-The more of their prefix requests share, the faster decoding is than with kernels that read each request for itself.
-Where they share nothing, it is about as fast as the fastest peer. What is slower stands below, the largest loss first.
+The longer the prefixes that requests share, the faster decoding is than with kernels that read each request for itself.
+Where requests share nothing, it is about as fast as the fastest peer. What is slower stands below, the largest loss
+first.
 
 <div class="charts" markdown="1">
 
@@ -207,8 +208,8 @@ Milliseconds in vLLM {versions}, Llama-3-8B's shape, bf16. FA3 is FlashAttention
 
 ## Where it loses
 
-The worst case of the {UNFOLDED} topics that lose most, the largest first. Folded below is the worst of every other
-kind from {SHOWN:.2f}× on. The page of a topic lists all of its losses. "From" is the best case of the same kind;
+These are the worst cases of the {UNFOLDED} topics that lose most, the largest first. Folded below is the worst of every
+other kind from {SHOWN:.2f}× on. The page of a topic lists all of its losses. "From" is the best case of the same kind;
 below 1× it is a gain.
 
 {loss_tables(worst_losses(found))}

@@ -63,7 +63,7 @@ def busy_text(names: Mapping[str, str]) -> str:
     if not rows:
         return ""
     return f"""
-For how long the GPU is busy per token, ms, where that was traced. For the rest of a token's time it is idle.
+These are the milliseconds per token for which the GPU is busy, where that was traced. For the rest it is idle.
 
 {table(["card", "model", "workload", "FlashAttention-3", "TrunkAttention"], rows, 3)}
 """

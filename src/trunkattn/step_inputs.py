@@ -166,7 +166,7 @@ def _within(capacity: Capacity, num_requests: int, starts: Int32Array, max_pages
 
 
 # The results of `_first_problem`; 0 means that there is no problem.
-_STARTS_FALL, _NEGATIVE_LENGTH, _TOO_MANY_QUERIES, _TOO_LONG, _PAGE_OUTSIDE = 1, 2, 3, 4, 5
+_STARTS_FALL, _TOO_MANY_QUERIES, _TOO_LONG, _PAGE_OUTSIDE = 1, 2, 3, 4
 
 
 class _Found(NamedTuple):
@@ -187,8 +187,6 @@ def _first_problem(table, lens, starts, page_size, num_pages):
         queries = starts[row + 1] - starts[row]
         if queries < 0:
             return _Found(_STARTS_FALL, row + 1, 0, last_page)
-        if lens[row] < 0:
-            return _Found(_NEGATIVE_LENGTH, row, 0, last_page)
         if queries > lens[row]:
             return _Found(_TOO_MANY_QUERIES, row, 0, last_page)
         if queries == 0:
@@ -213,8 +211,6 @@ def _describe(found: _Found, arrays: tuple[Int32Array, Int32Array, Int32Array], 
     table, lens, starts = arrays
     if problem == _STARTS_FALL:
         return f"query_start_loc[{row}]={starts[row]}: expected {'0' if row == 0 else f'at least {starts[row - 1]}'}"
-    if problem == _NEGATIVE_LENGTH:
-        return f"seq_lens[{row}]={lens[row]}: expected at least 0"
     if problem == _TOO_MANY_QUERIES:
         queries = starts[row + 1] - starts[row]
         return (

@@ -151,7 +151,7 @@ def test_supports_names_what_is_missing() -> None:
         ({"seq_lens": int32(5, 16).float()}, TypeError, r"seq_lens has dtype torch\.float32"),
         ({"seq_lens": int32(5, 16, 1)}, ValueError, r"seq_lens has shape \(3,\): expected \(num_requests=2\)"),
         ({"seq_lens": int32(5, 16).to("meta")}, ValueError, "seq_lens is on meta"),
-        ({"seq_lens": int32(-1, 16)}, ValueError, r"seq_lens\[0\]=-1: expected at least 0"),
+        ({"seq_lens": int32(-1, 16)}, ValueError, r"seq_lens\[0\]=-1: expected at least 1, for it counts"),
         ({"seq_lens": int32(5, 1)}, ValueError, r"seq_lens\[1\]=1: expected at least 2, for it counts"),
         ({"seq_lens": int32(5, 17)}, ValueError, r"seq_lens\[1\]=17: expected at most 16"),
         ({"seq_lens": int32(5, 2**31 - 1)}, ValueError, r"seq_lens\[1\]=2147483647: expected at most 16"),

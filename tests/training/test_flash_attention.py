@@ -321,7 +321,7 @@ BAD_PACKED: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
         {"cu_seqlens_k": torch.tensor([0, 5, 11])},
     ),
     (ValueError, "cu_seqlens_k is on meta: expected cpu, like q", {"cu_seqlens_k": int32(0, 5, 11).to("meta")}),
-    (ValueError, "cu_seqlens_k has shape (2,): expected (num_sequences + 1)", {"cu_seqlens_k": int32(0, 11)}),
+    (ValueError, "cu_seqlens_k has shape (2,): expected (3,), like cu_seqlens_q", {"cu_seqlens_k": int32(0, 11)}),
     (ValueError, "cu_seqlens_q has shape (0,): expected (num_sequences + 1)", {"cu_seqlens_q": int32()}),
     (ValueError, "cu_seqlens_q has shape (1, 3): expected", {"cu_seqlens_q": int32(0, 4, 9)[None]}),
     (ValueError, "cu_seqlens_q[0]=1: expected 0", {"cu_seqlens_q": int32(1, 4, 9)}),

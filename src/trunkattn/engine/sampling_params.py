@@ -204,8 +204,10 @@ class SamplingParams:
             keep_int(self, "seed", -(2**63), 2**63 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={written(self.min_tokens)}: expected at most max_tokens={self.max_tokens}")
-        if self.truncate_prompt_tokens not in (None, -1):
-            keep_int(self, "truncate_prompt_tokens", 1)
+        if self.truncate_prompt_tokens is not None:
+            keep_int(self, "truncate_prompt_tokens", -1)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens=0: expected at least 1, or -1 for as many as the engine accepts")
 
     @property
     def is_greedy(self) -> bool:

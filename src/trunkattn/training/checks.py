@@ -165,7 +165,8 @@ def _check_sums(q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
         if sums.device != q.device:
             raise ValueError(f"{name} is on {sums.device}: expected {q.device}, like q")
         if sums.dim() != 1 or sums.shape[0] == 0 or sums.shape != cu_seqlens_q.shape:
-            expected = "(num_sequences + 1), the same for both"
+            like_q = f"{tuple(cu_seqlens_q.shape)}, like cu_seqlens_q"
+            expected = "(num_sequences + 1)" if sums is cu_seqlens_q else like_q
             raise ValueError(f"{name} has shape {tuple(sums.shape)}: expected {expected}")
 
 
