@@ -34,9 +34,11 @@ ALL = tuple(
     for group_size in (1, 4)
     for kind in KINDS
 ) + tuple(f"{head_dim} 1 {kind}+deterministic" for head_dim in (64, 96, 128) for kind in KINDS)
-FEW = ("128 4 causal", "64 1 packed", "192/128 4 causal", "96 4 packed")
-# Bytes of a thread's stack, about as found with Triton 3.9: addresses and descriptors, which a loop reads again.
-SPILLED_AT_MOST = {"64": 280, "96": 40, "128": 240, "192/128": 64, "192": 104, "256": 260}
+FEW = ("128 4 causal", "64 1 packed", "192/128 4 tree", "96 4 packed")
+# Bytes of a thread's stack, about as found with Triton 3.9: addresses and descriptors, which a loop reads again. For
+# 192/128, only trees without a window were faster on an H200 with less (the lab note stack-of-192-and-128).
+SPILLED_AT_MOST = {"64": 280, "96": 40, "128": 240, "192/128": 248, "192": 104, "256": 260}
+SPILLED_AT_MOST |= {"192/128 1 tree": 64, "192/128 4 tree": 64}
 
 
 @pytest.mark.slow
@@ -56,7 +58,7 @@ def test_it_compiles_to_overlapped_products_and_fits_the_card(names: tuple[str, 
     for name, used in report.items():
         assert used["serialized"] == [], name
         assert used["registers"] > 16 and used["shared"] <= ARCHITECTURES[90].shared_per_cta, name
-        assert used["spilled"] <= SPILLED_AT_MOST[name.split()[0]], name
+        assert used["spilled"] <= SPILLED_AT_MOST.get(name, SPILLED_AT_MOST[name.split()[0]]), name
 
 
 def test_what_it_refuses_goes_to_the_portable_kernel() -> None:

@@ -71,17 +71,37 @@ def walk_queries(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, work,
     a task, and returns the final state. `m` is the number of the block in its sequence, and `index` counts the calls.
     Blocks come in the order of `MASK`. Heads and blocks share one loop, because two nested loops would need more
     registers than there are."""
+    state, index = walk_all_seen(step, WARPGROUP, state, task, given, C)
+    state, index = walk_part_seen(step, WARPGROUP, state, index, task, given, C)
+    return walk_masked(step, WARPGROUP, state, index, task, work, given, C)
+
+
+@gluon.jit
+def walk_all_seen(step: gl.constexpr, WARPGROUP: gl.constexpr, state, task, given, C: gl.constexpr):
+    """The first part of `walk_queries`: the blocks without a mask. Returns the state and the number of calls."""
     index, count = 0, task.full_end - task.full_begin
     for number in range(C.members * count):
         m = task.full_begin + number % count
         state = step(WARPGROUP, state, m, number // count, index, task, given, ALL_SEEN, C)
         index += 1
+    return state, index
+
+
+@gluon.jit
+def walk_part_seen(step: gl.constexpr, WARPGROUP: gl.constexpr, state, index, task, given, C: gl.constexpr):
+    """The second part, after `index` calls. Returns the state and the number of calls so far."""
     if sees_parts(C):
         count = task.part_end - task.part_begin
         for number in range(C.members * count):
             m = task.part_begin + number % count
             state = step(WARPGROUP, state, m, number // count, index, task, given, PART_SEEN, C)
             index += 1
+    return state, index
+
+
+@gluon.jit
+def walk_masked(step: gl.constexpr, WARPGROUP: gl.constexpr, state, index, task, work, given, C: gl.constexpr):
+    """The last part, after `index` calls: the blocks with a mask. Returns the state."""
     if needs_masks(C):
         count = num_masked_blocks(task, C)
         for number in range(C.members * count):
