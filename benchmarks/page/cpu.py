@@ -77,9 +77,9 @@ def busy() -> Section:
         rows.append([words[setting], f"{idle:.2f}", f"{beside:.2f}", f"{beside / idle:.1f}×"])
     text = f"""## Beside another program
 
-The engine on two cores, by itself and beside one busy loop, median seconds of {found["batch"]} (prompts × their
-tokens, then tokens of each answer). Beside the loop it lets
-one thread compute, because the other would wait for a processor:
+Median seconds of the engine on two cores, by itself and beside one busy loop, for {found["batch"]} (prompts × the
+tokens of each, then the tokens of each answer). Beside the loop the engine lets one thread compute, because the other
+would wait for a processor:
 
 {table(["threads that wait", "idle machine", "beside a loop", "ratio"], rows)}
 

@@ -40,8 +40,8 @@ def server() -> Section:
 
 {_hostile()}
 
-{speed["prompts"]} prompts, four documents with questions on each, {speed["at_once"]} at once,
-{speed["answer_tokens"]} tokens each; the prompts are cached.
+This is the speed of each server for {speed["prompts"]} prompts, questions on four documents, which are cached. Answers
+have {speed["answer_tokens"]} tokens, and {speed["at_once"]} run at once.
 
 {table(["server", "tokens/s"], rates, 1)}
 
