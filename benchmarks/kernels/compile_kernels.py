@@ -158,7 +158,7 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
             target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True, kv_bytes=bits // 8
         ),
     )
-    return compile_gluon(decode.latent_decode_kernel, target, arguments, decode.REGISTERS)
+    return compile_gluon(decode.latent_decode_kernel, target, arguments, decode.REGISTERS, checks_products=True)
 
 
 def compile_hopper_forward(

@@ -69,7 +69,11 @@ def of_layer(config: AttentionConfig, arguments: LayerInputs) -> LayerInputs:
         if v_cache is None:
             raise ValueError("v_cache is missing: expected a tensor, or a configuration with latent_dim")
         return arguments
-    q, q_rope = q if isinstance(q, tuple) and len(q) == 2 else (q, None)
+    q_rope = None
+    if isinstance(q, (tuple, list)):
+        if not isinstance(q, tuple) or len(q) != 2:
+            raise TypeError(f"q is {described(q)} of {len(q)}: expected a tensor or a tuple of latent and rope columns")
+        q, q_rope = q
     if not isinstance(k_cache, torch.Tensor):
         raise TypeError(f"k_cache is {described(k_cache)}: expected a torch.Tensor")
     check_dense("k_cache", k_cache)

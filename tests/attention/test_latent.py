@@ -167,6 +167,18 @@ def test_states_of_two_halves_of_a_cache_merge() -> None:
     torch.testing.assert_close(lse, lse_beside_sinks)
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [(12, torch.float32), (128, torch.bfloat16)])
+def test_a_batch_invariant_output_does_not_depend_on_the_batch(heads: int, dtype: torch.dtype) -> None:
+    config, batch = config_of(heads, batch_invariant=True, dtype=dtype), tree_batch(TreeLevels((1, 6), (512, 90)), 16)
+    (q, cache), (table, lens, _) = tensors_of(config, batch), tables_of(batch)
+    lens = lens - torch.tensor([0, 7, 33, 80, 16, 1], dtype=torch.int32)
+    attention = BatchAttention(config, "cpu")
+    together = attention.run(attention.plan(table, lens), q, cache, return_lse=True)
+    for rows in ([2], [0, 3, 5], [4, 5]):
+        some = attention.run(attention.plan(table[rows], lens[rows]), q[rows], cache, return_lse=True)
+        assert all(torch.equal(found, expected[rows]) for found, expected in zip(some, together, strict=True))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -213,6 +225,9 @@ def test_bad_tensors_are_refused() -> None:
         match=r"q\[0\] has shape \(3, 8, 48\): expected \(num_query_tokens=3, num_qo_heads=8, latent_dim=32\)",
     ):
         latent.run(plan, (q, q[..., LATENT:]), cache)
+    for queries, name in (([q, q], "a list of 2"), ((q, q, q), "a tuple of 3"), ((q,), "a tuple of 1")):
+        with pytest.raises(TypeError, match=f"q is {name}: expected a tensor or a tuple of latent and rope columns"):
+            latent.run(plan, queries, cache)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="v_cache is missing: expected a tensor, or a configuration with latent_dim"):
         separate.run(plain_plan, q, cache.unsqueeze(2))
     with pytest.raises(TypeError, match="q is a pair: expected one tensor, for the configuration has no latent_dim"):

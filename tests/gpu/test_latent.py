@@ -170,6 +170,25 @@ def test_tables_on_the_device_are_planned_there(invariant: bool, query_lens: tup
     torch.testing.assert_close(out[: len(q)].double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [8, 40])
+def test_a_batch_invariant_output_does_not_depend_on_the_batch(heads: int) -> None:
+    """Requests of different lengths share spans, and see their ends in different blocks."""
+    backend, tree = GpuBackend(config_of(heads, batch_invariant=True), CPU), TreeLevels((1, 2, 6), (512, 512, 90))
+    batch = tree_batch(tree, 16)
+    batch = replace(batch, seq_lens=batch.seq_lens - np.array([0, 7, 33, 80, 16, 1], np.int32))
+    q, cache = tensors_of(backend.config, batch)
+
+    def outputs(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = np.arange(len(rows) + 1, dtype=np.int32)
+        step = backend.plan(StepTables(batch.block_table[rows], batch.seq_lens[rows], starts, UNLIMITED))
+        return run(backend, step, q[rows], cache)
+
+    together = outputs(list(range(6)))
+    for rows in ([2], [0, 3, 5], [4, 5]):
+        for found, expected in zip(outputs(rows), together, strict=True):
+            assert torch.equal(found, expected[rows])
+
+
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e5m2])
 def test_caches_of_16_and_8_bits_equal_the_oracle(kv_dtype: torch.dtype | None) -> None:
     config = config_of(16, dtype=torch.float16, kv_dtype=kv_dtype)  # the interpreter multiplies no bfloat16
@@ -248,6 +267,14 @@ def test_a_query_has_as_few_groups_of_heads_as_tiles_hold(
     tiles = spec.portable_tiles(config, hopper)
     assert (spec.head_groups(config, tiles), tiles[-1].block_m) == (portable_groups, portable_rows)
     assert spec.head_groups(AttentionConfig(8, 2, 64, 16, torch.bfloat16), tiles) == 2
+
+
+@pytest.mark.parametrize(("heads", "requests"), [(8, 8), (12, 5), (16, 4), (20, 3), (32, 2)])
+def test_a_tile_of_64_rows_holds_whole_queries_and_reads_their_trunk_once(heads: int, requests: int) -> None:
+    backend, trunk, own = GpuBackend(deepseek(heads=heads), CPU, facts=make_card(model=H100).facts), 12800, 64
+    batch = tree_batch(TreeLevels((1, 60), (trunk, own)), 64)
+    step = backend.plan(StepTables(batch.block_table, batch.seq_lens, batch.query_start_loc, UNLIMITED))
+    assert step.stats().kv_tokens_read == -(-60 // requests) * trunk + 60 * own
 
 
 @pytest.mark.parametrize(

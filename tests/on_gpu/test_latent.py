@@ -115,6 +115,18 @@ def test_other_attentions_equal_the_oracle(options: dict[str, Any]) -> None:
     check(config, tree_batch(SHARED, config.page_size, page_seed=1))
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_batch_invariant_output_does_not_depend_on_the_batch(heads: int) -> None:
+    config, batch = config_of(heads, batch_invariant=True), tree_batch(SHARED, 64, page_seed=1)
+    attention, (q, cache) = BatchAttention(config, "cuda"), tensors_of(config, batch)
+    table, lens = tables_of(batch)[:2]
+    lens = lens - torch.arange(len(lens), dtype=torch.int32)
+    together = attention.run(attention.plan(table, lens), q, cache)
+    for rows in ([3], [0, 5, 8], list(range(0, 9, 2))):
+        some = attention.run(attention.plan(table[rows], lens[rows]), q[rows], cache)
+        assert torch.equal(some, together[rows])
+
+
 @pytest.mark.parametrize("kv_dtype", HOPPER_CACHES)
 @pytest.mark.parametrize("k_scale", [2.0, -1.0])
 def test_the_scale_of_the_rows(k_scale: float, kv_dtype: torch.dtype | None) -> None:

@@ -415,7 +415,15 @@ def test_a_refusal_of_vllm_says_what_to_do() -> None:
         "choose kv_cache_dtype=bfloat16, which has no scales, or leave attention_backend out",
     ]
     assert validate(**options, use_non_causal=True)[-1] == "turn this off or leave attention_backend out"
-    options |= {"use_per_head_quant_scales": False, "use_mm_prefix": True}
+    options["use_per_head_quant_scales"] = False
+    assert validate(**options | {"use_mla": True}) == [
+        "MLA not supported",
+        "these layers are latent attention (MLA): choose TRUNK_MLA for them, with backend_per_kind="
+        '{"mla_attention": "TRUNK_MLA", "full_attention": "CUSTOM"}',
+    ]
+    window = validate(**options | {"use_mla": True, "has_sliding_window": True})[-1]
+    assert window.startswith("leave attention_backend out") and "full_attention" not in window
+    options["use_mm_prefix"] = True
     assert validate(**options) == [
         "partial multimodal token full attention not supported",
         "serve text alone, with language_model_only=True, or leave attention_backend out",

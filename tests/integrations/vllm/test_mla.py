@@ -245,7 +245,7 @@ OPTIONS = {
         ({"use_mla": False}, "choose CUSTOM for them"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "choose kv_cache_dtype=auto"),
         ({"use_non_causal": True}, "leave attention_backend out"),
-        ({"has_sliding_window": True}, "leave attention_backend out"),
+        ({"has_sliding_window": True}, 'choose backend_per_kind={"mla_attention": "TRUNK_MLA"} for the other layers'),
         ({"block_size": 8}, "leave attention_backend out"),
     ],
     ids=str,

@@ -67,7 +67,7 @@ class TrunkAttentionCudaBackend(TrunkAttentionBackend):
         if "use_per_head_quant_scales" in options and not versions.has_scales(options.get("kv_cache_dtype")):
             options["use_per_head_quant_scales"] = False
         reasons: list[str] = super().validate_configuration(*args, **options)
-        return [*reasons, versions.instead(options)] if reasons else []
+        return [*reasons, versions.instead_of_separate(options)] if reasons else []
 
 
 @dataclass

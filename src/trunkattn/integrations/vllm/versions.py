@@ -69,6 +69,8 @@ WINDOWS_UNKNOWN: Final = (
 
 # vLLM's back end that selects keys for each query.
 SPARSE_LATENT: Final = "FLASHMLA_SPARSE"
+_BOTH_KINDS: Final = '{"mla_attention": "TRUNK_MLA", "full_attention": "CUSTOM"}'
+_WITHOUT_WINDOW: Final = '{"mla_attention": "TRUNK_MLA"}'
 
 # The option with which a model that takes images serves only text. Then its attention is causal.
 TEXT_ALONE: Final = "language_model_only=True"
@@ -141,15 +143,25 @@ def instead(options: Mapping[str, Any]) -> str:
     return "turn this off or leave attention_backend out"
 
 
+def instead_of_separate(options: Mapping[str, Any]) -> str:
+    """What to choose instead of our back end of keys and values, by the same options."""
+    if not options.get("use_mla"):
+        return instead(options)
+    if options.get("has_sliding_window"):
+        return instead_of_latent(options)
+    return f"these layers are latent attention (MLA): choose TRUNK_MLA for them, with backend_per_kind={_BOTH_KINDS}"
+
+
 def instead_of_latent(options: Mapping[str, Any]) -> str:
     """What to choose instead of our latent attention, by the options that vLLM's `validate_configuration` has."""
     if not options.get("use_mla", True):
-        per_kind = '{"mla_attention": "TRUNK_MLA", "full_attention": "CUSTOM"}'
-        return f"these layers have keys and values: choose CUSTOM for them, with backend_per_kind={per_kind}"
+        return f"these layers have keys and values: choose CUSTOM for them, with backend_per_kind={_BOTH_KINDS}"
     if options.get("use_sparse"):
         return f"leave attention_backend out, or choose {SPARSE_LATENT}, which selects keys for each query"
     if options.get("kv_cache_dtype") in PACKED_LATENT_DTYPES:
         return f"choose kv_cache_dtype={' or '.join(LATENT_KV_DTYPES)}, or leave attention_backend out"
+    if options.get("has_sliding_window"):
+        return f"leave attention_backend out, and choose backend_per_kind={_WITHOUT_WINDOW} for the other layers"
     return instead(options)
 
 
