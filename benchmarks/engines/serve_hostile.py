@@ -83,8 +83,8 @@ def hostile() -> dict[str, tuple[str, bytes]]:
     """A request of each kind: path and body. They are made once: what makes them takes a processor for seconds."""
     tool = {"type": "function", "function": {"name": "f", "description": "ab " * 3_500_000}}
     many = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 990_000}}}
-    optional, required = ({"properties": {f"p{i:04}": {"type": "null"} for i in range(n)}} for n in (480, 4900))
-    required["required"] = list(required["properties"])
+    optional, every = ({"properties": {f"p{i:04}": {"type": "null"} for i in range(n)}} for n in (480, 4900))
+    required = {**every, "required": list(every["properties"])}
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     small, full = ({"function": {"name": "f", "arguments": text}} for text in ("{}", "[" + "1," * 40_000 + "1]"))
     most = {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 45_000}}}
