@@ -8,7 +8,6 @@ of one client program begin with the time, which parts them from all others.
 
 import json
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from playwright.sync_api import sync_playwright
 
+from benchmarks.lib.chromium import find_chromium
 from benchmarks.lib.options import no_options
 from benchmarks.page.common import ROOT
 from trunkattn.analysis.analyze import analyze
@@ -64,7 +64,7 @@ def report() -> str:
 
 
 def main() -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = find_chromium()
     if chromium is None:
         print(f"{PICTURE.relative_to(ROOT)} stays as it is: there is no Chromium on this machine")
         return

@@ -1,17 +1,17 @@
 """The HTML report in a real browser: no request, no error, nothing cut, on a screen, a phone and paper."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from benchmarks.lib.chromium import find_chromium
 from trunkattn.analysis.reports.html import to_html
 
 from .analyses import busy_analysis, quiet_analysis
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),

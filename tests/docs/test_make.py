@@ -6,6 +6,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+from playwright.sync_api import sync_playwright
+
+from benchmarks.lib.chromium import find_chromium
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,6 +33,18 @@ def test_the_command_that_brings_what_is_missing_is_named() -> None:
     for command in ("playwright install chromium", "make test-gpu", "make test-vllm", "make test-models"):
         assert command in words
     assert 'echo "$$SKIPPED"' in commands("test") or 'echo "$SKIPPED"' in commands("test")
+
+
+def test_a_browser_that_is_brought_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    assert find_chromium.__wrapped__() is None
+    with sync_playwright() as playwright:
+        brought = Path(playwright.chromium.executable_path)
+    assert brought.is_relative_to(tmp_path)
+    brought.parent.mkdir(parents=True)
+    brought.touch()
+    assert find_chromium.__wrapped__() == str(brought)
 
 
 def test_a_folder_s_name_may_have_spaces(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import functools
 import http.server
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.chromium import find_chromium
+
 pytest.importorskip("mkdocs")
 playwright = pytest.importorskip("playwright.sync_api")
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
