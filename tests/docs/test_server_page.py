@@ -18,6 +18,7 @@ from annotated_types import Le, MaxLen
 from trunkattn.cli.app import app
 from trunkattn.cli.options.kinds import SERVER
 from trunkattn.engine.forms.limits import FormLimits
+from trunkattn.engine.sampling_params import MAX_REPETITION_PENALTY
 from trunkattn.server.bodies import protocol
 from trunkattn.server.bodies.body import Body
 from trunkattn.server.limits import LIMITS, RequestLimits
@@ -27,35 +28,43 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guide/server.md").read_text()
 UNITS: Final = MappingProxyType({"MiB": 1 << 20, "GiB": 1 << 30})
 OPTIONS = {field.name: field.default for field in fields(ServerOptions)}
-# The head of a table, its rows, and the limits that a row's numbers are, in order
+# The head of a table, its rows, and the limits that a row's numbers are, in order; a limit without a name is a number
 ROWS: Final = MappingProxyType(
     {
         "| field | at most | OpenAI's |": {
             "`allowed_token_ids`": ("allowed_token_ids",),
             "`arguments` of a call": ("depth", "nodes"),
             "`bad_words`": ("bad_words", "word"),
+            "`best_of`": (),
             "`cache_salt`": ("label",),
             "`chat_template_kwargs`": ("depth",),
             "`content` of a message": ("parts",),
+            "`frequency_penalty`, `presence_penalty`": (2,),
             "`id` of a call, `tool_call_id`": ("label",),
             "`logit_bias`": ("biases", "bias"),
             "`logprobs`, `top_logprobs`": ("logprobs", "logprob_entries"),
             "`max_tokens`, `max_completion_tokens`": (),
             "`messages`": ("messages",),
+            "`min_p`, `top_p`": (1,),
+            "`min_tokens`": (),
             "`modalities`": ("modalities",),
             "`model`": ("label",),
             "`n`": ("max_answers",),
             "`name` of a message, tool, function or schema": ("name",),
             "`parameters` of a function": ("depth",),
             "`prompt`": ("prompts",),
+            "`repetition_penalty`": (MAX_REPETITION_PENALTY, 1 / MAX_REPETITION_PENALTY),
             "`response_format`, `structured_outputs`": (),
             "`role`": ("name",),
+            "`seed`": (64,),
             "`stop`": ("stop", "stop_characters"),
             "`stop_token_ids`": ("stop_token_ids",),
             "`temperature`": ("temperature",),
+            "`tokens` of `/detokenize`": ("values",),
             "`tool_calls`": ("tool_calls",),
             "`tools`": ("tools",),
             "`top_k`": ("top_k",),
+            "`truncate_prompt_tokens`": (),
             "`user`": ("label",),
         },
         "| of a form | at most | OpenAI's |": {
@@ -110,7 +119,9 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) * UNITS.get(unit, 1) for number, unit in found]
 
 
-def limit(name: str) -> float:
+def limit(name: str | float) -> float:
+    if not isinstance(name, str):
+        return name
     for owner in (LIMITS, LIMITS.forms):
         if hasattr(owner, name):
             return float(getattr(owner, name))
@@ -131,16 +142,17 @@ def test_every_limit_has_a_row() -> None:
 
 
 def bounded(body: type[Body]) -> Iterator[str]:
-    """The fields of a body whose types have a largest size or number."""
+    """The fields of a body whose types are numbers, or have a largest size."""
     for name, field in body.model_fields.items():
         parts = [field]
         while parts:
             part = parts.pop()
             metadata = getattr(part, "metadata", getattr(part, "__metadata__", ()))
             bounds = [bound for each in metadata for bound in getattr(each, "metadata", (each,))]
-            if any(isinstance(bound, MaxLen | Le) for bound in bounds):
+            kind = getattr(part, "annotation", part)
+            if kind in (int, float) or any(isinstance(bound, MaxLen | Le) for bound in bounds):
                 yield field.alias or name
-            parts.extend(get_args(getattr(part, "annotation", part)))
+            parts.extend(get_args(kind))
 
 
 def test_every_field_with_a_limit_has_a_row_in_alphabetical_order() -> None:
@@ -148,7 +160,7 @@ def test_every_field_with_a_limit_has_a_row_in_alphabetical_order() -> None:
     assert named == sorted(named)
     bodies = [each for each in vars(protocol).values() if isinstance(each, type) and issubclass(each, Body)]
     limited = {name for body in bodies for name in bounded(body)}
-    assert {"n", "temperature", "tools"} - limited == {"n"}, "an operator sets n's"
+    assert {"n", "seed", "temperature", "tools"} <= limited
     assert not limited - {name for names in named for name in names} - {"regex", "choice", "grammar"}
 
 
@@ -187,6 +199,7 @@ def test_every_option_of_the_server_is_named() -> None:
     [
         ("a request", (protocol.CompletionRequest, protocol.ChatCompletionRequest)),
         ("`stream_options`, `structured_outputs`", (protocol.StreamOptions, protocol.StructuredOutputs)),
+        ("a `json_schema`", (protocol.JsonSchema,)),
         ("a message", (protocol.Message,)),
         ("a tool call", (protocol.ToolCall, protocol.FunctionCall)),
         ("a part", (protocol.TextPart,)),

@@ -85,6 +85,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "no function of none": {"functions": [], "function_call": "none"},
     "any function of none": {"function_call": "auto"},
+    "a schema with all that stands beside one": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "description": "d", "strict": True, "schema": {"type": "object"}},
+        }
+    },
     "an unknown name": {"provider": {"order": ["x"]}},
 }
 

@@ -45,12 +45,11 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """OpenAI's envelope of a JSON schema."""
+    """OpenAI's envelope of a JSON schema. An answer follows the schema, strict or not."""
 
+    without_effect = frozenset({"description", "strict"})
     name: Name
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class ResponseFormat(Body):
@@ -255,7 +254,7 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """A function that the model may call. parameters: a JSON schema."""
+    """A function that the model may call. parameters: a JSON schema. strict: for templates that show it."""
 
     name: Annotated[Name, Field(min_length=1)]
     description: str | None = None
