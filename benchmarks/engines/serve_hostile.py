@@ -8,7 +8,8 @@
 A witness streams one greedy answer after another. Meanwhile a hostile client sends, one kind after another, what could
 stop, slow or fill a server: bodies that are large, deep or wrong, lists without end, forms that compile for minutes or
 overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
-pause longer than half a second, and no /health later than a fifth. Last come the clients of `serve_load`, while all of
+pause longer than half a second, no /health later than a fifth, and the server's memory at most 2 GiB above what it is
+at first. Last come the clients of `serve_load`, while all of
 it is sent again and again. The machine must be idle: what else it does pauses the witness too, so that the script first
 measures the pauses of a witness by itself. What sends has the lowest priority for the same reason. The result is
 written after every kind.
@@ -55,6 +56,7 @@ CLIENTS: Final = 32
 LOAD: Final = f"{CLIENTS} clients beside all of it"
 MAX_PAUSE_S: Final = 0.5
 MAX_HEALTH_S: Final = 0.2
+MAX_GROWTH_MB: Final = 2048
 IDLE_CONNECTIONS: Final = 500
 LIVE_PAGES: Final = 100
 LOWEST_PRIORITY: Final = 19
@@ -322,6 +324,18 @@ def run(folder: Path, kinds: dict[str, Act], device: str) -> list[dict[str, Any]
     return rows
 
 
+def bad_kinds(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The kinds by which somebody else was harmed, of the rows of a run in their order."""
+    return [
+        row["kind"]
+        for row in rows
+        if row["witness_answers"] > 1 or row["held_pages"] or row["health_s"] > MAX_HEALTH_S
+        or (row["pause_s"] > MAX_PAUSE_S and row["kind"] != NOTHING)
+        or row["memory_mb"] > rows[0]["memory_mb"] + MAX_GROWTH_MB
+        or any(wrong in row["answers"] for wrong in ("differs", "503"))  # 503: what should try a form did not run
+    ]  # fmt: skip
+
+
 def measured_kinds(device: str) -> set[str]:
     """The kinds that the result has of this commit."""
     rows = read_result(result_of(device)).get("rows", ())
@@ -351,13 +365,7 @@ def main() -> None:
         save_folder(folder)
         read_all(folder)
         rows = run(folder, acts(folder, wanted, arguments), arguments.device)
-    bad = [
-        row["kind"]
-        for row in rows
-        if row["witness_answers"] > 1 or row["held_pages"] or row["health_s"] > MAX_HEALTH_S
-        or (row["pause_s"] > MAX_PAUSE_S and row["kind"] != NOTHING)
-        or any(wrong in row["answers"] for wrong in ("differs", "503"))  # 503: what should try a form did not run
-    ]  # fmt: skip
+    bad = bad_kinds(rows)
     sys.exit(f"the witness or /health had to wait, or something was wrong: {', '.join(bad)}" if bad else 0)
 
 
