@@ -147,6 +147,18 @@ def test_bytes_that_are_no_request_are_told_why(server: Server, sent: bytes, sta
     assert answered == status and message in error and "expected" in error and "bytearray" not in error
 
 
+def test_a_body_comes_in_so_many_chunks_and_no_more(server: Server) -> None:
+    """Each takes the event loop as long as a large one, and all other clients wait meanwhile."""
+    most = limits.LIMITS.chunks
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked{END}"
+    body = json.dumps({"prompt": "trunk"})
+    for num_chunks in (most, most + 1, 10 * most):
+        text = body.ljust(num_chunks)
+        status, answered = answer(server, head + "".join(f"1\r\n{one}\r\n" for one in text) + "0\r\n\r\n")
+        assert status == (413 if num_chunks > most else 200), answered
+    assert f"more than {most} chunks: expected larger ones" in json.loads(answered)["error"]["message"]
+
+
 def counts_of(server: Server, path: str) -> list[float]:
     """How many requests of a path were answered with 499 and with 500."""
     metrics = server.get("/metrics").text

@@ -37,16 +37,42 @@ HAS_LEFT: Final = "has_left"  # in the state of a request: an event that is set 
 _BEHIND_BYTES: Final = 64 << 10  # that are read after a request while it is answered
 
 
+class TooManyChunks(h11.RemoteProtocolError):
+    """A body comes in too many chunks."""
+
+
+class LimitedConnection(h11.Connection):
+    """The bytes of a connection as events. A body of too many chunks is refused while it arrives: each chunk takes the
+    event loop as long as a large one, and all that have arrived are read at once."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER)
+        self._num_chunks = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            if self._num_chunks > LIMITS.chunks:
+                message = f"the body has more than {LIMITS.chunks} chunks: expected larger ones, or a Content-Length"
+                raise TooManyChunks(message, error_status_hint=413)
+        return event
+
+
 class LimitedProtocol(H11Protocol):
     """A connection that is closed when it sends no head of a request, or reads no answer, for too long. When there are
     too many connections, the one that has been idle longest makes room."""
 
     _timer: asyncio.TimerHandle | None = None  # closes the connection
     _idle_since = 0.0
+    _is_refused = False  # what it sends has been answered with an error of HTTP
     most: int = 1 << 20
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = LimitedConnection()
         self._left = asyncio.Event()
         self.app_state = {**self.app_state, HAS_LEFT: self._left}
         self._idle_since = self.loop.time()
@@ -73,7 +99,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_busy and self.conn.their_state is h11.MUST_CLOSE:
+        if self._is_refused or (self._is_busy and self.conn.their_state is h11.MUST_CLOSE):
             return  # nothing that follows a connection's last request is looked at, and it ends no answer
         if not self._is_busy and self._timer is None:
             self._arm(LIMITS.header_seconds)
@@ -105,21 +131,34 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no request. The error that is being handled says more than msg, which is always the same."""
+        """Answers what is no request. The error that is being handled says more than msg, which is always the same.
+        What the client still sends is dropped for a while: it would see a reset and not the answer otherwise."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if self.conn.trailing_data[0].startswith(_TLS_HANDSHAKE):
             msg = "the client began with TLS: expected http:// in the address, or a proxy in front that ends TLS"
+        elif isinstance(error, TooManyChunks):
+            msg = str(error)
         elif error is not None:
             reason = str(error).partition(": bytearray")[0]
             msg = f"the bytes are not HTTP/1.1 ({reason}): expected a request line, headers with one Host, and a body"
         _LOG.warning("A connection was closed: %s.", msg)
         body = json.dumps(error_body(status, msg)).encode()
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._is_refused = True
+        if self._is_busy:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._arm(LIMITS.header_seconds)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing. Java's clients ask for HTTP/2 with each request, and a server may ignore that."""
@@ -131,7 +170,7 @@ class LimitedProtocol(H11Protocol):
         if not arrived.startswith((b"\r", b"\n")):
             return True
         kept = _EMPTY_LINES.sub(b"", arrived, 1)  # the first match is at the beginning
-        self.conn = h11.Connection(h11.SERVER)  # between two requests a new one knows all that the old one does
+        self.conn = LimitedConnection()  # between two requests a new one knows all that the old one does
         if kept:  # nothing would be the end of the connection
             self.conn.receive_data(kept)
         return kept not in (b"", b"\r")
