@@ -8,7 +8,9 @@ import torch
 
 import trunkattn
 from benchmarks.peers.gpu_kernels import Case, Features, Run
+from trunkattn.analysis.batch import PagedBatch
 from trunkattn.analysis.trees import TreeLevels, tree_batch
+from trunkattn.planner.prefix_forest import Forest, build_forest
 
 FLUSH_BYTES = 400_000_000  # what one replay reads of all copies of the cache, several times an L2 cache
 MOST_COPIES, MOST_BYTES = 400, 32_000_000_000  # of a window, which reads little of a large cache
@@ -52,6 +54,12 @@ def seen_by(tree: TreeLevels, window: int | None) -> Seen:
         tokens += nodes * max(0, begin + length - max(begin, first))
         begin += length
     return Seen(tokens, tree.num_requests * (tree.seq_len - first))
+
+
+def unique_tokens(batch: PagedBatch) -> int:
+    """The KV tokens of a decode batch, those of a shared page counted once."""
+    forest = Forest(*build_forest(batch.block_table, batch.seq_lens, batch.query_lens, batch.page_size, 1))
+    return int((forest.token_end - forest.token_start).sum())
 
 
 def sol_us(shape: Shape, tree: TreeLevels, limits: tuple[float, float]) -> float:

@@ -5,7 +5,8 @@
     python -m benchmarks.kernels.mla --fp8 --heads 8 16 32 128                   # results/mla-fp8-CARD.json
 
 Times are measured as in decode.py: CUDA graphs over copies of the cache that each find the L2 cache cold, medians. A
-batch is REQUESTS x (tokens of each level, from what all share to a request's own). SOL = max(unique bytes / read
+batch is REQUESTS x (tokens of each level, from what all share to a request's own), or one of two whose requests have
+each a length of its own: users of a chat, and agents in the middle of an answer. SOL = max(unique bytes / read
 bandwidth, FLOPs / bf16 matrix rate), both measured here. Outputs are compared with float64, those of peers too.
 `trunkattn` has a plan of its own, `trunkattn_one_graph` one of fixed size, which serves any batch. Peers are measured
 if they import: `flashmla` and `fa3` of vLLM's wheels. With `--fp8` ours is measured with a cache of 8 bits (e4m3)
@@ -14,19 +15,22 @@ beside one of 16 bits, and beside FlashMLA over 8 bits, which rounds queries and
 
 import argparse
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from benchmarks.kernels.calibration_families import LATENT_SCALE
 from benchmarks.kernels.decode import ceilings, microseconds
+from benchmarks.kernels.decode_cases import unique_tokens
 from benchmarks.lib.options import accepted_by, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.workloads import agent_batch, conversation_batch, conversation_lengths
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import TreeLevels, tree_batch
+from trunkattn.analysis.trees import tree_batch
 
 HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
 BATCHES = (
@@ -35,6 +39,7 @@ BATCHES = (
     "96 x (2048 + 8 groups x 512 + 128)", "32 x (16384 + 64)", "256 x (512 + 64)", "48 x (6 groups x 3072 + 704)",
     "17 x (2944)", "5 x (20032 + 1344)",
 )  # fmt: skip
+SEED, LONGEST_PRIVATE = 0, 4096
 LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, LATENT_SCALE
 FLUSH_BYTES, MOST_COPIES = 300_000_000, 24
 TOLERANCE = 0.1  # of the largest output: bf16 probabilities
@@ -55,20 +60,43 @@ class Case(NamedTuple):
         return torch.from_numpy(self.batch.block_table), torch.from_numpy(self.batch.seq_lens)
 
 
-def make_case(tree: TreeLevels, heads: int) -> Case:
-    """Random queries and rows, pages shuffled."""
+def conversations() -> PagedBatch:
+    """64 users of one chat: a system prompt of three levels, then a text of their own of up to 4,096 tokens."""
+    own = conversation_lengths(64, SEED)[:, 0].clip(max=LONGEST_PRIVATE)
+    return conversation_batch(own.tolist(), PAGE_SIZE, SEED)
+
+
+def agents() -> PagedBatch:
+    """64 agents in the middle of an answer: a prompt and tools that some share, then their earlier turns."""
+    return agent_batch(64, PAGE_SIZE, SEED)
+
+
+RAGGED: Final[Mapping[str, Callable[[], PagedBatch]]] = MappingProxyType(
+    {"64 conversations": conversations, "64 agents": agents}
+)
+
+
+def read_batch(text: str) -> tuple[str, PagedBatch]:
+    """The name and the requests of a batch: one of `RAGGED`, or a tree as `parse_batch` reads it, pages shuffled."""
+    if text in RAGGED:
+        return text, RAGGED[text]()
+    tree = parse_batch(text)
+    return batch_name(tree), tree_batch(tree, PAGE_SIZE, page_seed=1)
+
+
+def make_case(batch: PagedBatch, heads: int) -> Case:
+    """Random queries and rows."""
     torch.manual_seed(0)
-    batch = tree_batch(tree, PAGE_SIZE, page_seed=1)
-    q = torch.randn(tree.num_requests, heads, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(len(batch.seq_lens), heads, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
     cache = torch.randn(batch.num_pages, PAGE_SIZE, LATENT + ROPE, dtype=torch.bfloat16, device="cuda")
-    copies = max(2, min(math.ceil(FLUSH_BYTES / (tree.unique_tokens * (LATENT + ROPE) * 2)), MOST_COPIES))
+    copies = max(2, min(math.ceil(FLUSH_BYTES / (unique_tokens(batch) * (LATENT + ROPE) * 2)), MOST_COPIES))
     return Case(batch, q, [cache, *(cache.clone() for _ in range(copies - 1))])
 
 
-def sol_us(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> float:
+def sol_us(batch: PagedBatch, heads: int, limits: tuple[float, float]) -> float:
     """The speed of light: what the bytes take that are read once, or the arithmetic."""
-    size = 2 * (tree.unique_tokens * (LATENT + ROPE) + tree.num_requests * heads * (2 * LATENT + ROPE))
-    flops = 2 * (2 * LATENT + ROPE) * heads * tree.num_requests * tree.seq_len
+    size = 2 * (unique_tokens(batch) * (LATENT + ROPE) + len(batch.seq_lens) * heads * (2 * LATENT + ROPE))
+    flops = 2 * (2 * LATENT + ROPE) * heads * int(batch.seq_lens.sum())
     return max(size / limits[0], flops / limits[1])
 
 
@@ -167,10 +195,10 @@ def measure(case: Case, run: Run, tolerance: float = TOLERANCE) -> dict[str, Any
     return {"us": round(microseconds(run, len(case.caches)), 2), "error": round(error, 4)}
 
 
-def row_of(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+def row_of(name: str, batch: PagedBatch, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
     """One cell: SOL, ours and the peers."""
-    case = make_case(tree, heads)
-    row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads, "sol_us": round(sol_us(tree, heads, limits), 2)}
+    case = make_case(batch, heads)
+    row: dict[str, Any] = {"batch": name, "heads": heads, "sol_us": round(sol_us(batch, heads, limits), 2)}
     run, tiling = ours(case)
     row["trunkattn"] = measure(case, run) | {"tiling": tiling}
     row["trunkattn_one_graph"] = measure(case, ours(case, fixed=True)[0])
@@ -185,11 +213,11 @@ def measure_peer(case: Case, peer: Callable[[Case], Run], tolerance: float = TOL
         return {"missing": f"{type(reason).__name__}: {str(reason)[:200]}"}
 
 
-def fp8_row(tree: TreeLevels, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
+def fp8_row(name: str, batch: PagedBatch, heads: int, limits: tuple[float, float]) -> dict[str, Any]:
     """One cell: ours with a cache of 16 bits and with one of 8, and FlashMLA with one of 8."""
-    case = make_case(tree, heads)
+    case = make_case(batch, heads)
     narrow = case._replace(caches=[cache.to(torch.float8_e4m3fn) for cache in case.caches])
-    row: dict[str, Any] = {"batch": batch_name(tree), "heads": heads}
+    row: dict[str, Any] = {"batch": name, "heads": heads}
     row |= {"bf16": measure(case, ours(case)[0]), "fp8": measure(narrow, ours(narrow)[0])}
     return row | {"flashmla_fp8": measure_peer(narrow, flashmla_fp8, NARROW_TOLERANCE)}
 
@@ -202,9 +230,9 @@ def main() -> None:
     parser.add_argument(
         "--batches",
         nargs="+",
-        type=accepted_by(parse_batch),
-        default=BATCHES,
-        help=f'such as "64 x (8192 + 512)"; default: {len(BATCHES)}',
+        type=accepted_by(read_batch),
+        default=(*BATCHES, *RAGGED),
+        help=f'such as "64 x (8192 + 512)" or "64 agents"; default: {len(BATCHES) + len(RAGGED)}',
     )
     parser.add_argument("--fp8", action="store_true", help="a cache of 8 bits beside one of 16")
     arguments = parser.parse_args()
@@ -215,7 +243,7 @@ def main() -> None:
     figures = {"card": card, "read_tb_per_s": round(limits[0] / 1e6, 3), "bf16_tflops": round(limits[1] / 1e6, 1)}
     for heads in arguments.heads:
         for text in arguments.batches:
-            rows.append(measured_row(parse_batch(text), heads, limits))
+            rows.append(measured_row(*read_batch(text), heads, limits))
             torch.cuda.empty_cache()
             print({key: cell.get("us", cell) if isinstance(cell, dict) else cell for key, cell in rows[-1].items()})
             write_result(name, figures | {"rows": with_earlier(name, rows, ("batch", "heads"))}, "triton")

@@ -27,13 +27,12 @@ from numpy.typing import NDArray
 
 import trunkattn
 from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, ceilings, measure
-from benchmarks.kernels.decode_cases import FLUSH_BYTES
+from benchmarks.kernels.decode_cases import FLUSH_BYTES, unique_tokens
 from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch, agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
 from trunkattn.analysis.records import LoggedRequest
-from trunkattn.planner.prefix_forest import Forest, build_forest
 
 LAYERS = 32
 LONGEST_PRIVATE = 4096
@@ -201,9 +200,8 @@ def row_of(
     case = make_case(batch, heads, dtype)
     hq, hkv, _ = case.heads
     tokens = int(batch.seq_lens.sum())
-    forest = Forest(*build_forest(batch.block_table, batch.seq_lens, batch.query_lens, PAGE_SIZE, 1))
-    unique_tokens = int((forest.token_end - forest.token_start).sum())
-    size = unique_tokens * hkv * HEAD_DIM * 2 * dtype.itemsize + 2 * case.q.nbytes
+    unique = unique_tokens(batch)
+    size = unique * hkv * HEAD_DIM * 2 * dtype.itemsize + 2 * case.q.nbytes
     sol = max(size / limits[0], 4 * HEAD_DIM * hq * tokens / limits[1])
     cells = {name: our_cell(case, policy) for name, policy in OURS.items()}
     for name in PEERS:
@@ -211,7 +209,7 @@ def row_of(
         torch.cuda.empty_cache()
     return {
         "workload": workload, "requests": len(batch.seq_lens), "heads": heads,
-        "tokens": tokens, "unique_tokens": unique_tokens,
+        "tokens": tokens, "unique_tokens": unique,
         "entries_over_pages": round(int(used_entries(batch).sum()) / batch.num_pages, 3),
         "sol_us": round(sol, 2), **compare(cells), **cells,
     }  # fmt: skip

@@ -1,5 +1,6 @@
 """Latent attention (MLA): decoding beside its peers, and the most that reading a trunk once can give."""
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any, Final
@@ -12,6 +13,7 @@ NARROW: Final = ("mla-fp8-h100", "mla-fp8-h200")
 PEERS: Final = {"flashmla": "FlashMLA", "fa3": "FlashAttention-3"}
 OURS: Final = ("trunkattn_one_graph", "trunkattn")  # the first that was measured is shown
 LATENT, ROPE = 512, 64  # columns of a cached row, 2 bytes each
+_ALONE: Final = re.compile(r"\d+ x \(\d+\)")  # the name of a batch that shares nothing
 Row = Mapping[str, Any]
 
 
@@ -93,7 +95,7 @@ def mean_rows(name: str) -> list[list[object]]:
     found: dict[int, tuple[list[float], list[float]]] = {}
     for row in by_heads(name):
         if gain := speed_up(row):
-            found.setdefault(row["heads"], ([], []))["+" not in row["batch"]].append(gain)
+            found.setdefault(row["heads"], ([], []))[bool(_ALONE.fullmatch(row["batch"]))].append(gain)
     return [
         [
             card_of(name),

@@ -32,6 +32,8 @@ USES: Final = MappingProxyType(
         "48 x (6 groups x 3072 + 704)": "8 questions on each of 6 documents",
         "17 x (2944)": "nothing shared, 17 requests",
         "5 x (20032 + 1344)": "5 conversations about one long document",
+        "64 conversations": "users of one chat, each with a text of its own length",
+        "64 agents": "agents with tools and turns, each as long as it is",
     }
 )
 _TRAFFIC: Final = MappingProxyType(
