@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.kernels.cross_compile import signature_of
-from trunkattn.training.arguments import Batch, Variant, attention_shape
+from trunkattn.training.arguments import NUMBERS, Batch, Variant, attention_shape
 from trunkattn.training.backward import prepare_kernel
 from trunkattn.training.backward_keys import keys_kernel
 from trunkattn.training.backward_queries import queries_kernel
@@ -40,6 +40,7 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     """A causal kernel for aligned tensors, as a launch has them; bf16 in a batch, unless `variant` is packed, tree, all
     (a tree with every option) or fp32."""
     kernel, packed, tree = KERNELS.get(name, prepare_kernel), variant == "packed", variant in ("tree", "all")
+    any_length = packed or tree
     kind, options = variant if variant == "fp32" else "bf16", variant == "all"
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     shape = attention_shape(4, (head_dim, head_dim), dtype)
@@ -68,7 +69,7 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     values = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     for prefix, fields in (((), kernel.arg_names), ((1,), Batch._fields if "batch" in kernel.arg_names else ())):
         for index, field in enumerate(fields):
-            if field in ALIGNED:
+            if field in ALIGNED and not (any_length and field in NUMBERS):
                 aligned[(*prefix, index)] = [["tt.divisibility", 16]]
     absent = [("batch", 1, Batch, field) for field in (*(() if packed else OFFSETS), *(() if tree else TABLES))]
     absent += [("tensors", 0, ForwardTensors, "sinks")] if name == "forward" and not options else []
@@ -76,7 +77,7 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
         signature[parameter] = signature[parameter]._replace(**{field: "constexpr"})
         index = (place, fields_of._fields.index(field))
         values[index] = None
-        del aligned[index]
+        aligned.pop(index, None)
     source = ASTSource(kernel, signature, values, aligned)
     launch = {"num_warps": tile.warps, "num_stages": tile.stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)

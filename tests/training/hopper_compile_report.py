@@ -52,18 +52,15 @@ def compiled(head_dims: tuple[int, int], group_size: int, kind: str, dtype: str 
         "q_desc": rows, "k_desc": keys, "v_desc": keys, "dout_desc": rows,
         "dq_desc": descriptor("fp32", DQ_BOX, 128) if adds_dq else "constexpr",
         "rows_desc": descriptor("fp32", (2, tile.block_m), 0),
-        "work": KeyWork(out, out, "*i32" if tree and window else "constexpr", *["i32"] * 3),
-        "batch": batch._replace(**absent),
+        "work": KeyWork(out, out, "*i32" if tree and window else "constexpr", *["constexpr"] * 4),
+        "batch": batch._replace(**absent), "num_sequences": "i32", "section": "i32",
         "scales": Scales("fp32", "fp32", "fp32"), "C": "constexpr",
     }  # fmt: skip
     place = names.index("batch")
     values: dict[tuple[int, ...], Any] = {(place, Batch._fields.index(field)): None for field in absent}
     values[names.index("C"),] = BackwardConstants(tile, variant, *head_dims, group_size, members, adds_dq)
-    pointers = [0, 1]
-    if tree and window:
-        pointers.append(2)
-    else:
-        values[names.index("work"), 2] = None
+    pointers = [0, 1, 2] if tree and window else [0, 1]
+    values |= {(names.index("work"), at): None for at in range(len(pointers), len(KeyWork._fields))}
     aligned = {(place, Batch._fields.index(field)): [["tt.divisibility", 16]] for field in present}
     aligned |= {(names.index("work"), at): [["tt.divisibility", 16]] for at in pointers}
     if not adds_dq:

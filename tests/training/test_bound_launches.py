@@ -18,8 +18,8 @@ import torch
 
 from trunkattn import PrefixTree, flash_attention
 from trunkattn.gpu import bound
+from trunkattn.training import arguments, backward_keys, backward_queries, op, torch_cudnn
 from trunkattn.training import backward as portable_backward
-from trunkattn.training import backward_keys, backward_queries, op, torch_cudnn
 from trunkattn.training import forward as portable_forward
 from trunkattn.training.hopper import backward as hopper_backward
 from trunkattn.training.hopper import forward as hopper_forward
@@ -56,12 +56,19 @@ PASSES = {
 Tensors = dict[str, Any]
 
 
+def unspecialized(kernel: Any) -> set[str]:
+    """Parameters for whose values Triton does not compile a kernel, which may be an interpreted one."""
+    options = getattr(kernel, "kwargs", {})
+    return {*(options.get("do_not_specialize") or getattr(kernel, "do_not_specialize", None) or ())}
+
+
 class StandIn(Kernel):
     """A kernel with the parameters of another."""
 
     def __init__(self, kernel: Any) -> None:
         super().__init__()
         self.arg_names = tuple(kernel.arg_names)
+        self.any_value = unspecialized(kernel)
 
 
 @pytest.fixture
@@ -71,6 +78,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, StandIn]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     places: dict[str, ModuleType] = {name: module for rows in PASSES.values() for module, name in rows}
     made = {name: StandIn(getattr(module, name)) for name, module in places.items()}
+
+    def for_any_length(kernel: StandIn) -> StandIn:
+        kernel.any_value |= {*arguments.NUMBERS}
+        return kernel
+
+    monkeypatch.setattr(arguments, "for_any_length", for_any_length)
     for name, module in places.items():
         monkeypatch.setattr(module, name, made[name])
     return made
@@ -128,6 +141,44 @@ def test_the_first_call_of_a_kind_goes_through_triton_and_others_do_not(
             assert brought & {t.data_ptr() for t in given.values()} and not brought & {
                 t.data_ptr() for t in others.values()
             }
+
+
+def compiled_for(value: Any) -> Any:
+    """What Triton compiles for of an argument: whether each number is 1, and whether it is a multiple of 16. Constants
+    are compiled for as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(compiled_for, value))
+    return (value == 1, value % 16 == 0) if type(value) is int else None
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_other_lengths_and_trees_compile_nothing(name: str, kind: str, kernels: dict[str, StandIn]) -> None:
+    """None of the lengths fills the last block of keys or of queries, for which there are kernels of their own."""
+    for tokens in (160, 2049, 1):
+        if kind == "packed":
+            sums = torch.tensor([0, *range(40, tokens, 40), tokens], dtype=torch.int32)
+            sequences = Sequences(True, 0.1, sums, sums)
+        else:
+            sequences = Sequences(True, 0.1, tree=PrefixTree.from_segments([-1], [tokens]).tables(torch.device("cpu")))
+        made = make_tensors(kind)
+        t = {each: torch.zeros(tokens, *tensor.shape[1:], dtype=BF16) for each, tensor in made.items()}
+        call(name, t | {each: torch.zeros(4, tokens) for each in ("lse", "dlse")}, sequences)
+    for _, each in PASSES[name]:
+        kernel = kernels[each]
+        found = [
+            {key: compiled_for(value) for key, value in given.items() if key not in {*kernel.any_value, "C", "VARIANT"}}
+            for _, given in kernel.calls
+        ]
+        assert len(found) == 3 and found[0] == found[1] == found[2]
+        constants = [[given.get(key) for key in ("C", "VARIANT")] for _, given in kernel.calls]
+        assert name != "Hopper forward" or constants[0] == constants[1]
+
+
+def test_kernels_for_any_length_are_made_once() -> None:
+    kernel = arguments.for_any_length(portable_forward.forward_kernel)
+    assert unspecialized(kernel) == {*arguments.NUMBERS} and not unspecialized(portable_forward.forward_kernel)
+    assert arguments.for_any_length(portable_forward.forward_kernel) is kernel
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:

@@ -216,8 +216,10 @@ def test_the_kernels_around_the_main_ones_prepare_rows_and_write_gradients(
     if case.packed:
         case.assert_padding_is_zero(results)
     (given,) = kernels.main.launches
-    assert given["grid"] == given["work"].num_runs * given["batch"].num_blocks
     group_size = case.heads[0] // case.heads[1]
+    batch, seqlen_k = given["k_desc"].shape[:2]
+    num_blocks = case.sequences.blocks(case.sequences.cu_seqlens_k, seqlen_k, given["C"].tile.block_n)
+    assert given["grid"] == batch * case.heads[1] * (group_size // given["C"].members) * num_blocks
     assert given["C"].members == (group_size if num_sms == 0 else 1)
     if given["work"].block_depths is not None:
         depths = case.sequences.tree.depths[: case.tree.num_tokens].split(given["C"].tile.block_m)

@@ -1,8 +1,10 @@
 """What the portable training kernels take, by name, and how it is made from tensors and sequences."""
 
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import torch
+import triton
 
 from trunkattn.gpu.bound import BoundLaunch, Grid
 from trunkattn.numerics import GPU_OFFSET_END, LOG2_E, padded_head_dim
@@ -26,8 +28,7 @@ class Strides(NamedTuple):
 
 class Batch(NamedTuple):
     """The sequences of a launch. `cu_seqlens_q` and `cu_seqlens_k` are None unless sequences are packed. The tables of
-    a tree (see `TreeTables`) are None without one. `window` is `sliding_window`, or `UNLIMITED`. `seqlen_q` and
-    `seqlen_k` count the tokens of the tensors. Each head has `num_blocks` blocks, and a CTA computes one of them."""
+    a tree (see `TreeTables`) are None without one. `window` is `sliding_window`, or `UNLIMITED`."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
@@ -36,11 +37,21 @@ class Batch(NamedTuple):
     segment_of: Any
     segments: Any
     window: Any
+    num_qo_heads: Any
+
+
+class Numbers(NamedTuple):
+    """What differs between trees, and between batches of other lengths. Triton compiles for the values of all numbers
+    in a tuple, so kernels take these as parameters of their own (see `for_any_length`). `seqlen_q` and `seqlen_k` count
+    the tokens of the tensors. Each head has `num_blocks` blocks, and a CTA computes one of them."""
+
     num_sequences: Any
     seqlen_q: Any
     seqlen_k: Any
-    num_qo_heads: Any
     num_blocks: Any
+
+
+NUMBERS: Final = Numbers._fields
 
 
 class Width(NamedTuple):
@@ -87,6 +98,7 @@ class Arguments(NamedTuple):
     """What the launches of all passes have in common."""
 
     batch: Batch
+    numbers: Numbers
     scales: Scales
     strides: Strides
     shape: Shape
@@ -97,37 +109,41 @@ def arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, tile: FlashTile, num_blocks: int
 ) -> Arguments:
     """Returns the arguments of the kernels for q, k and v with a batch dimension, without tables."""
-    seqlen_q, seqlen_k, packed = q.shape[1], k.shape[1], sequences.packed
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     num_sequences = 0 if sequences.cu_seqlens_q is None else len(sequences.cu_seqlens_q) - 1
     return Arguments(
-        Batch(
+        batch=Batch(
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *TreeTables._fields)),
             window=sequences.window_within(seqlen_q + seqlen_k),
-            num_sequences=num_sequences,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
             num_qo_heads=q.shape[2],
-            num_blocks=num_blocks,
         ),
-        Scales(sequences.sm_scale * LOG2_E, sequences.sm_scale, sequences.soft_cap or 0.0),
-        Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        attention_shape(q.shape[2] // k.shape[2], (q.shape[3], v.shape[3]), q.dtype),
-        Variant(
+        numbers=Numbers(num_sequences, seqlen_q, seqlen_k, num_blocks),
+        scales=Scales(sequences.sm_scale * LOG2_E, sequences.sm_scale, sequences.soft_cap or 0.0),
+        strides=Strides(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        shape=attention_shape(q.shape[2] // k.shape[2], (q.shape[3], v.shape[3]), q.dtype),
+        variant=Variant(
             causal=sequences.causal,
-            packed=packed,
+            packed=sequences.packed,
             tree=sequences.tree is not None,
             window=sequences.sliding_window is not None,
             soft_cap=sequences.soft_cap is not None,
             sinks=sequences.sinks is not None,
-            even_q=not packed and seqlen_q % tile.block_m == 0,
-            even_k=not packed and seqlen_k % tile.block_n == 0,
+            even_q=not sequences.packed and seqlen_q % tile.block_m == 0,
+            even_k=not sequences.packed and seqlen_k % tile.block_n == 0,
         ),
     )
 
 
+@cache
+def for_any_length(kernel: Any) -> Any:
+    """Returns a kernel for packed sequences and trees, of which nearly every batch has other lengths: Triton compiles
+    it for no values of `Numbers`."""
+    return triton.jit(kernel.fn, do_not_specialize=NUMBERS)
+
+
 def bind_pass(kernel: Any, num_ctas: int, given: Arguments, tile: FlashTile, variant: Variant) -> BoundLaunch:
     """Returns the launch of a kernel of a pass. A call brings the tensors and the batch."""
-    fixed = {
+    fixed = given.numbers._asdict() | {
         "scales": given.scales,
         "strides": given.strides,
         "SHAPE": given.shape,
@@ -136,6 +152,8 @@ def bind_pass(kernel: Any, num_ctas: int, given: Arguments, tile: FlashTile, var
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+    if variant.packed or variant.tree:
+        kernel = for_any_length(kernel)
     return BoundLaunch(kernel, Grid(num_ctas, fixed), ("tensors", "batch"))
 
 

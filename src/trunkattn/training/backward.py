@@ -69,7 +69,7 @@ def row_values(tensors, at, row_at, first, length, token_stride, WIDTH: tl.const
     return RowValues(tl.where(sees_nothing, 0.0, delta), tl.where(sees_nothing, float("inf"), lse * LOG2_E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_q", "num_blocks"])
 def prepare_kernel(
     tensors: PrepareTensors, seqlen_q, num_qo_heads, num_blocks, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):

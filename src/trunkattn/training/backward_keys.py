@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch
-from trunkattn.training.arguments import Arguments, Batch, Scales, Strides, bind_pass
+from trunkattn.training.arguments import Arguments, Batch, Numbers, Scales, Strides, bind_pass
 from trunkattn.training.common import find_tokens, load_tile, logits_of, store_tile, through_cap
 from trunkattn.training.spec import FlashTile
 from trunkattn.training.visibility import Ranges, row_places, sees
@@ -238,10 +238,10 @@ def _load_keys(
 
 
 @triton.jit
-def _query_heads(tensors, batch, strides, sequence, row, head, SHAPE: tl.constexpr):
+def _query_heads(tensors, batch, numbers, strides, sequence, row, head, SHAPE: tl.constexpr):
     """Returns the `QueryHead` of the first query head of a group in a sequence, and the sequence's `QuerySide`. `row`
     is the sequence's place in the batch."""
-    seqlen_q, num_qo_heads = batch.seqlen_q, batch.num_qo_heads
+    seqlen_q, num_qo_heads = numbers.seqlen_q, batch.num_qo_heads
     begin = row * seqlen_q + sequence.begin_q
     q_stride, out_stride = num_qo_heads * SHAPE.keys.dim, num_qo_heads * SHAPE.head_values.dim
     at_row = (row * num_qo_heads + head) * seqlen_q + sequence.begin_q
@@ -267,13 +267,13 @@ def _query_heads(tensors, batch, strides, sequence, row, head, SHAPE: tl.constex
 
 
 @triton.jit
-def _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scales, SHAPE: tl.constexpr):
+def _store_gradients(state, tensors, batch, numbers, sequence, row, kv_head, first, scales, SHAPE: tl.constexpr):
     """Writes dk and dv of a block that begins with key `first` of a sequence."""
     KEYS: tl.constexpr = SHAPE.keys
     VALUES: tl.constexpr = SHAPE.head_values
     num_kv_heads = batch.num_qo_heads // SHAPE.group_size
     k_stride, v_stride = num_kv_heads * SHAPE.keys.dim, num_kv_heads * SHAPE.head_values.dim
-    begin = row * batch.seqlen_k + sequence.begin_k
+    begin = row * numbers.seqlen_k + sequence.begin_k
     dk_head = tensors.dk + begin * k_stride + kv_head * SHAPE.keys.dim
     dv_head = tensors.dv + begin * v_stride + kv_head * SHAPE.head_values.dim
     store_tile(dk_head, first, k_stride, sequence.len_k, state.dk * scales.sm_scale, KEYS)
@@ -284,6 +284,10 @@ def _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scale
 def keys_kernel(
     tensors: KeysTensors,
     batch: Batch,
+    num_sequences,
+    seqlen_q,
+    seqlen_k,
+    num_blocks,
     scales: Scales,
     strides: Strides,
     SHAPE: tl.constexpr,
@@ -293,22 +297,23 @@ def keys_kernel(
     """Writes dk and dv of this CTA's batch, KV head and block of keys, of which the block is the fastest index. The
     first blocks, which most causal queries see, go first. The kernel sums over the heads of a group in registers. In
     one pass it adds to dq, which holds zeros in float32 before."""
+    numbers = Numbers(num_sequences, seqlen_q, seqlen_k, num_blocks)
     BLOCK_N: tl.constexpr = TILE.block_n
-    number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
+    number, other = tl.program_id(0) % numbers.num_blocks, tl.program_id(0) // numbers.num_blocks
     num_kv_heads = batch.num_qo_heads // SHAPE.group_size
     kv_head, row = other % num_kv_heads, (other // num_kv_heads).to(tl.int64)
-    sequence, number = find_tokens(batch, number, batch.cu_seqlens_k, BLOCK_N, VARIANT)
+    sequence, number = find_tokens(batch, numbers, number, batch.cu_seqlens_k, BLOCK_N, VARIANT)
     first = number * BLOCK_N
     block = _load_keys(tensors, batch, strides, sequence, row, kv_head, first, SHAPE, TILE, VARIANT)
-    queries, side = _query_heads(tensors, batch, strides, sequence, row, kv_head * SHAPE.group_size, SHAPE)
+    queries, side = _query_heads(tensors, batch, numbers, strides, sequence, row, kv_head * SHAPE.group_size, SHAPE)
     ranges = seen_by(batch, block.n, first, sequence.len_q, sequence.len_k, TILE, VARIANT)
     state = _gradients(block, queries, side, batch, ranges, scales, SHAPE, TILE, VARIANT)
-    _store_gradients(state, tensors, batch, sequence, row, kv_head, first, scales, SHAPE)
+    _store_gradients(state, tensors, batch, numbers, sequence, row, kv_head, first, scales, SHAPE)
 
 
 def bind_key_gradients(given: Arguments, k: torch.Tensor, tile: FlashTile, one_pass: bool) -> BoundLaunch:
     """Returns the launch that writes dk and dv of k [batch, ...]. In one pass it also adds to dq, which holds float32
     zeros."""
-    num_ctas = given.batch.num_blocks * k.shape[2] * k.shape[0]
+    num_ctas = given.numbers.num_blocks * k.shape[2] * k.shape[0]
     variant = given.variant._replace(sinks=False, one_pass=one_pass)
     return bind_pass(keys_kernel, num_ctas, given, tile, variant)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.bound import BoundLaunch
-from trunkattn.training.arguments import Arguments, Batch, Scales, Strides, bind_pass
+from trunkattn.training.arguments import Arguments, Batch, Numbers, Scales, Strides, bind_pass
 from trunkattn.training.common import find_queries, load_tile, logits_of, store_tile, through_cap
 from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.spec import FlashTile
@@ -73,6 +73,10 @@ def _add_keys(
 def queries_kernel(
     tensors: QueriesTensors,
     batch: Batch,
+    num_sequences,
+    seqlen_q,
+    seqlen_k,
+    num_blocks,
     scales: Scales,
     strides: Strides,
     SHAPE: tl.constexpr,
@@ -80,18 +84,19 @@ def queries_kernel(
     VARIANT: tl.constexpr,
 ):
     """Writes dq of one block of queries, which `find_queries` finds."""
+    numbers = Numbers(num_sequences, seqlen_q, seqlen_k, num_blocks)
     KEYS: tl.constexpr = SHAPE.keys
     VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_M: tl.constexpr = TILE.block_m
-    queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
+    queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, numbers, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
-    begin = queries.batch * batch.seqlen_q + queries.begin
+    begin = queries.batch * numbers.seqlen_q + queries.begin
     q_stride, out_stride = batch.num_qo_heads * SHAPE.keys.dim, batch.num_qo_heads * SHAPE.head_values.dim
     dout_head = tensors.dout + begin * out_stride + queries.head * SHAPE.head_values.dim
     q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, KEYS, True)
     dout = load_tile(dout_head, first, out_stride, length, BLOCK_M, VALUES, True)
     m = first + tl.arange(0, BLOCK_M)
-    at_row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
+    at_row = (queries.batch * batch.num_qo_heads + queries.head) * numbers.seqlen_q + queries.begin
     shift = tl.load(tensors.shift + at_row + m, mask=m < length, other=float("inf"))
     delta = tl.load(tensors.delta + at_row + m, mask=m < length, other=0.0)
     block = QueryTile(q_tile, dout, shift, delta)
@@ -105,5 +110,5 @@ def queries_kernel(
 
 def bind_query_gradients(given: Arguments, q: torch.Tensor, tile: FlashTile) -> BoundLaunch:
     """Returns the launch that writes dq of q [batch, ...]."""
-    num_ctas = given.batch.num_blocks * q.shape[2] * q.shape[0]
+    num_ctas = given.numbers.num_blocks * q.shape[2] * q.shape[0]
     return bind_pass(queries_kernel, num_ctas, given, tile, given.variant._replace(sinks=False, even_q=False))

@@ -71,14 +71,14 @@ def sequence_range_32(cu_seqlens, sequence, tokens):
 
 
 @triton.jit
-def find_tokens(batch, block, cu_seqlens, BLOCK: tl.constexpr, VARIANT: tl.constexpr):
+def find_tokens(batch, numbers, block, cu_seqlens, BLOCK: tl.constexpr, VARIANT: tl.constexpr):
     """Returns the `SequenceTokens` of a block of `BLOCK` tokens, and its number in the sequence. `cu_seqlens` is
     the one of `batch` that counts these tokens."""
-    begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
+    begin_q, begin_k, len_q, len_k = 0, 0, numbers.seqlen_q, numbers.seqlen_k
     if VARIANT.packed:
-        sequence, block = find_sequence(block, cu_seqlens, batch.num_sequences, BLOCK)
-        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+        sequence, block = find_sequence(block, cu_seqlens, numbers.num_sequences, BLOCK)
+        begin_q, len_q = sequence_range(batch.cu_seqlens_q, sequence, numbers.seqlen_q)
+        begin_k, len_k = sequence_range(batch.cu_seqlens_k, sequence, numbers.seqlen_k)
     return SequenceTokens(begin_q, begin_k, len_q, len_k), block
 
 
@@ -124,16 +124,16 @@ def through_cap(ds, logits, scales, VARIANT: tl.constexpr):
 
 @triton.jit
 def find_queries(
-    q, k, v, batch: Batch, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
+    q, k, v, batch: Batch, numbers, strides: Strides, SHAPE: tl.constexpr, TILE: tl.constexpr, VARIANT: tl.constexpr
 ):
     """Returns the queries of a CTA, and their keys. CTAs are (batch, head, block) with the block as the fastest index,
     so that CTAs that run at the same time share keys in the L2 cache. Causal blocks begin with the last, which sees
     most keys."""
-    block, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
+    block, other = tl.program_id(0) % numbers.num_blocks, tl.program_id(0) // numbers.num_blocks
     head, row = (other % batch.num_qo_heads).to(tl.int64), (other // batch.num_qo_heads).to(tl.int64)
     if VARIANT.causal:
-        block = batch.num_blocks - 1 - block
-    sequence, block = find_tokens(batch, block, batch.cu_seqlens_q, TILE.block_m, VARIANT)
+        block = numbers.num_blocks - 1 - block
+    sequence, block = find_tokens(batch, numbers, block, batch.cu_seqlens_q, TILE.block_m, VARIANT)
     begin_q, begin_k, len_q, len_k = sequence
     q_head = q + row * strides.q_batch + begin_q * strides.q_token + head * strides.q_head
     kv_head = head // SHAPE.group_size

@@ -24,7 +24,17 @@ from trunkattn.gpu.portable.online_softmax import (
     soft_capped,
     softmax_step,
 )
-from trunkattn.training.arguments import Batch, Scales, Strides, arguments, bind_pass, readable, with_batch, with_tables
+from trunkattn.training.arguments import (
+    Batch,
+    Numbers,
+    Scales,
+    Strides,
+    arguments,
+    bind_pass,
+    readable,
+    with_batch,
+    with_tables,
+)
 from trunkattn.training.common import find_queries, load_tile, store_tile
 from trunkattn.training.key_walk import walk_keys
 from trunkattn.training.sequences import Sequences
@@ -82,6 +92,10 @@ def _attend(
 def forward_kernel(
     tensors: ForwardTensors,
     batch: Batch,
+    num_sequences,
+    seqlen_q,
+    seqlen_k,
+    num_blocks,
     scales: Scales,
     strides: Strides,
     SHAPE: tl.constexpr,
@@ -89,10 +103,11 @@ def forward_kernel(
     VARIANT: tl.constexpr,
 ):
     """One block of queries; see `find_queries`."""
+    numbers = Numbers(num_sequences, seqlen_q, seqlen_k, num_blocks)
     KEYS: tl.constexpr = SHAPE.keys
     VALUES: tl.constexpr = SHAPE.head_values
     BLOCK_M: tl.constexpr = TILE.block_m
-    queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, strides, SHAPE, TILE, VARIANT)
+    queries, keys = find_queries(tensors.q, tensors.k, tensors.v, batch, numbers, strides, SHAPE, TILE, VARIANT)
     first, length = queries.first, queries.length
     q_tile = load_tile(queries.q, first, strides.q_token, length, BLOCK_M, KEYS, True)
     m = first + tl.arange(0, BLOCK_M)
@@ -105,10 +120,10 @@ def forward_kernel(
         state = Softmax(state.acc, row_max, row_sum)
     state = walk_keys(_attend, state, q_tile, queries, keys, batch, rows, scales, SHAPE, TILE, VARIANT)
     token_stride = batch.num_qo_heads * SHAPE.head_values.dim
-    begin = queries.batch * batch.seqlen_q + queries.begin
+    begin = queries.batch * numbers.seqlen_q + queries.begin
     out = tensors.out + begin * token_stride + queries.head * SHAPE.head_values.dim
     store_tile(out, first, token_stride, length, output_of(state), VALUES)
-    row = (queries.batch * batch.num_qo_heads + queries.head) * batch.seqlen_q + queries.begin
+    row = (queries.batch * batch.num_qo_heads + queries.head) * numbers.seqlen_q + queries.begin
     tl.store(tensors.lse + row + m, lse_of(state), mask=m < length)
 
 

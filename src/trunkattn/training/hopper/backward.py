@@ -22,15 +22,7 @@ from trunkattn.gpu.bound import BoundLaunch, Grid, kept, tensor_kind
 from trunkattn.gpu.hopper.common import PRODUCER_REGISTERS, WARPGROUP_ROWS
 from trunkattn.gpu.hopper.spec import BOX_DIMS
 from trunkattn.numerics import LN_2
-from trunkattn.training.arguments import (
-    Arguments,
-    Batch,
-    Width,
-    arguments,
-    contiguous_or_none,
-    with_batch,
-    with_tables,
-)
+from trunkattn.training.arguments import Batch, Numbers, Width, arguments, contiguous_or_none, with_batch, with_tables
 from trunkattn.training.backward import row_values
 from trunkattn.training.common import find_sequence, sequence_range, store_tile
 from trunkattn.training.hopper.common import TensorMap, readable_by_tma, tensor_map
@@ -53,7 +45,7 @@ _CONSUMER_REGISTERS = gl.constexpr(240)
 _SUMS_LAYOUT: Final = gl.NVMMASharedLayout(128, 32, 2)
 _ROWS_LAYOUT: Final = gl.NVMMASharedLayout(0, 32, 2)
 # The arguments that each call brings to the first and the last kernel, and those that it brings to the second
-_ROWS: Final = ("tensors", "batch")
+_ROWS: Final = ("tensors", "cu_seqlens_q")
 _BROUGHT: Final = ("q_desc", "k_desc", "v_desc", "dout_desc", "dq_desc", "rows_desc", "work", "batch")
 
 
@@ -102,14 +94,22 @@ class PartsTensors(NamedTuple):
     value_numbers: Any
 
 
-class RowsBatch(NamedTuple):
-    """The queries. `cu_seqlens_q` is None if they are not packed. `num_blocks` is the number of blocks of a head."""
+class RowsConstants(NamedTuple):
+    """What the first and the last kernel are compiled for.
 
-    cu_seqlens_q: Any
-    num_sequences: Any
-    seqlen_q: Any
-    num_qo_heads: Any
-    num_blocks: Any
+    Attributes:
+        width: the numbers of out and dout, or of q and dq.
+        dim: the numbers of a row of `dq_sums` in registers.
+        dq_dim: those in memory, 0 without `dq_sums`.
+        block: the queries of a block.
+        packed: whether sequences are packed.
+    """
+
+    width: Width
+    dim: int
+    dq_dim: int
+    block: int
+    packed: bool
 
 
 class _Block(NamedTuple):
@@ -124,32 +124,30 @@ class _Block(NamedTuple):
 
 
 @triton.jit
-def _find_block(batch, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    number, other = tl.program_id(0) % batch.num_blocks, tl.program_id(0) // batch.num_blocks
-    head, row = (other % batch.num_qo_heads).to(tl.int64), (other // batch.num_qo_heads).to(tl.int64)
-    begin, length = 0, batch.seqlen_q
-    if PACKED:
-        sequence, number = find_sequence(number, batch.cu_seqlens_q, batch.num_sequences, BLOCK)
-        begin, length = sequence_range(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-    return _Block(row, head, number * BLOCK, begin, length)
+def _find_block(cu_seqlens_q, num_sequences, seqlen_q, num_blocks, num_qo_heads, C: tl.constexpr):
+    number, other = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    head, row = (other % num_qo_heads).to(tl.int64), (other // num_qo_heads).to(tl.int64)
+    begin, length = 0, seqlen_q
+    if C.packed:
+        sequence, number = find_sequence(number, cu_seqlens_q, num_sequences, C.block)
+        begin, length = sequence_range(cu_seqlens_q, sequence, seqlen_q)
+    return _Block(row, head, number * C.block, begin, length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "seqlen_q", "num_blocks"])
 def prepare_rows_kernel(
-    tensors: RowsTensors,
-    batch: RowsBatch,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    DQ_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
+    tensors: RowsTensors, cu_seqlens_q, num_sequences, seqlen_q, num_blocks, num_qo_heads, C: tl.constexpr
 ):
     """Writes shift and delta of a block of queries, and sets its dq_sums to 0, if there are any. Rows behind the last
-    query get +inf and 0."""
-    block = _find_block(batch, BLOCK, PACKED)
-    token_stride = batch.num_qo_heads * WIDTH.dim
-    at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
-    row_at = (block.row * batch.num_qo_heads + block.head) * batch.seqlen_q + block.begin
+    query get +inf and 0. `cu_seqlens_q` is None if queries are not packed. A head has `num_blocks` blocks."""
+    WIDTH: tl.constexpr = C.width
+    DIM: tl.constexpr = C.dim
+    DQ_DIM: tl.constexpr = C.dq_dim
+    BLOCK: tl.constexpr = C.block
+    block = _find_block(cu_seqlens_q, num_sequences, seqlen_q, num_blocks, num_qo_heads, C)
+    token_stride = num_qo_heads * WIDTH.dim
+    at = (block.row * seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
+    row_at = (block.row * num_qo_heads + block.head) * seqlen_q + block.begin
     found = row_values(tensors, at, row_at, block.first, block.length, token_stride, WIDTH, BLOCK)
     m = tl.arange(0, BLOCK)
     index = tl.program_id(0).to(tl.int64) * BLOCK
@@ -167,31 +165,35 @@ def prepare_rows_kernel(
         tl.store(tensors.dq_sums + at_sums, tl.zeros([BLOCK, DIM], tl.float32), mask=(d < DQ_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "seqlen_q", "num_blocks", "row_blocks"])
 def write_gradients_kernel(
     tensors: RowsTensors,
-    batch: RowsBatch,
+    cu_seqlens_q,
     parts: PartsTensors,
+    num_sequences,
+    seqlen_q,
+    num_blocks,
     row_blocks,
+    num_qo_heads,
     sm_scale,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    DQ_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
+    C: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """Writes dq of a block of queries from its sums. The CTAs behind those of the `row_blocks` blocks add parts of dk,
-    then parts of dv. There are no row blocks without dq_sums."""
+    then parts of dv. There are no row blocks without dq_sums. The arguments are those of `prepare_rows_kernel`."""
+    WIDTH: tl.constexpr = C.width
+    DIM: tl.constexpr = C.dim
+    DQ_DIM: tl.constexpr = C.dq_dim
+    BLOCK: tl.constexpr = C.block
     number = tl.program_id(0)
     if tensors.dq_sums is not None:  # noqa: SIM102 - Triton decides this one when it compiles
         if number < row_blocks:
-            block = _find_block(batch, BLOCK, PACKED)
+            block = _find_block(cu_seqlens_q, num_sequences, seqlen_q, num_blocks, num_qo_heads, C)
             m, d = tl.arange(0, BLOCK), tl.arange(0, DIM)
             at_sums = (number.to(tl.int64) * BLOCK + m)[:, None] * DQ_DIM + d[None, :]
             sums = tl.load(tensors.dq_sums + at_sums, mask=(d < DQ_DIM)[None, :])
-            token_stride = batch.num_qo_heads * WIDTH.dim
-            at = (block.row * batch.seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
+            token_stride = num_qo_heads * WIDTH.dim
+            at = (block.row * seqlen_q + block.begin) * token_stride + block.head * WIDTH.dim
             store_tile(tensors.dq + at, block.first, token_stride, block.length, sums * sm_scale, WIDTH)
     if PARTS > 1:
         number -= row_blocks
@@ -213,11 +215,26 @@ def _add_parts(parts, total, numbers, block, PARTS: tl.constexpr):
     tl.store(total + at, found.to(total.dtype.element_ty), mask=inside)
 
 
-@gluon.jit
-def hopper_backward_kernel(q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, scales, C: gl.constexpr):
+@gluon.jit(do_not_specialize=["num_sequences", "section"])
+def hopper_backward_kernel(
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_desc, work, batch, num_sequences, section, scales, C: gl.constexpr
+):
     """Computes dk and dv of a block of keys of a KV head, over some of its query heads, and with narrow heads adds to
-    the sums of dq what the block contributes, unless `dq_desc` is None."""
+    the sums of dq what the block contributes, unless `dq_desc` is None. The shapes of the descriptors and the grid give
+    the numbers of `work`, since Triton would compile for their values in a tuple (see `Numbers`)."""
     T: gl.constexpr = C.tile
+    num_runs = k_desc.shape[0] * k_desc.shape[2] * (C.group_size // C.members)
+    num_row_blocks = rows_desc.shape[0] // (2 * num_runs * C.members)
+    numbers = Numbers(num_sequences, q_desc.shape[1], k_desc.shape[1], gl.num_programs(0) // num_runs)
+    work = KeyWork(
+        dk=work.dk,
+        dv=work.dv,
+        block_depths=work.block_depths,
+        section=section,
+        num_runs=num_runs,
+        num_row_blocks=num_row_blocks,
+        numbers=numbers,
+    )
     memory = allocate(q_desc, k_desc, v_desc, dout_desc, rows_desc, T)
     if T.consumers == "narrow":
         narrow = narrow_memory(memory, dq_desc, q_desc.dtype, C)
@@ -271,8 +288,7 @@ class _Bound(NamedTuple):
     Attributes:
         prepare, main, queries, write: the launches. Each is None if there is nothing to compute.
         maps: descriptors without tensors.
-        batch, row_batch: the batch, without tables.
-        work: the order of work, without tensors.
+        batch: the batch, without tables.
         parts: how many CTAs share the query heads of a group.
         rows_shape, sums_shape: shapes of `RowsTensors.rows` and `RowsTensors.dq_sums`, which may be None.
     """
@@ -283,8 +299,6 @@ class _Bound(NamedTuple):
     write: BoundLaunch | None
     maps: _Maps
     batch: Batch
-    row_batch: RowsBatch
-    work: KeyWork
     parts: int
     rows_shape: tuple[int, ...]
     sums_shape: tuple[int, ...] | None
@@ -321,22 +335,21 @@ def backward(
         dq_sums = torch.empty(bound.sums_shape, dtype=torch.float32, device=q.device)
     tensors = RowsTensors(out=out, dout=dout, lse=lse, dlse=dlse, rows=rows, dq_sums=dq_sums, delta=delta, dq=dq)
     if sequences.tree is not None and sequences.sliding_window is not None:
-        block_depths = torch.empty(bound.row_batch.num_blocks, dtype=torch.int32, device=q.device)
+        block_depths = torch.empty(bound.rows_shape[2], dtype=torch.int32, device=q.device)
         tensors = tensors._replace(depths=sequences.tree.depths, block_depths=block_depths)
-    row_batch = bound.row_batch._replace(cu_seqlens_q=sequences.cu_seqlens_q)
     if bound.prepare is not None:
-        bound.prepare((tensors, row_batch))
+        bound.prepare((tensors, sequences.cu_seqlens_q))
     if bound.main is not None:
         given = (q, k, v, dout, dq_sums, rows)
         pairs = zip(bound.maps, given, strict=True)
         descriptors = [None if each is None or base is None else each.of(base) for each, base in pairs]
         written = parts[:2] if summed else (dk, dv)
-        work = bound.work._replace(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
+        work = KeyWork(dk=written[0], dv=written[1], block_depths=tensors.block_depths)
         bound.main((*descriptors, work, with_tables(bound.batch, sequences)))
     if bound.queries is not None and delta is not None:
         query_gradients(bound.queries, (q, k, v, dout), (lse, delta), dq, sequences)
     if bound.write is not None:
-        bound.write((tensors, row_batch, parts))
+        bound.write((tensors, sequences.cu_seqlens_q, parts))
     dsinks = lse.new_empty(0)
     if sequences.sinks is not None:
         shifts, deltas = rows.unbind(3)
@@ -356,13 +369,15 @@ def _bind(
     num_blocks = sequences.blocks(sums, seqlen_q, tile.block_m)
     row_blocks = batch * num_qo_heads * num_blocks
     dq_dim = tile.keys.dims if tile.keys is not None and adds_dq else 0
-    fixed = {"DIM": tile.dim, "DQ_DIM": dq_dim, "BLOCK": tile.block_m, "PACKED": sequences.packed, "num_warps": 4}
-    of_dout = fixed | {"WIDTH": Width(v.shape[-1], tile.dim_v)}
+    fixed = {"seqlen_q": seqlen_q, "num_blocks": num_blocks, "num_qo_heads": num_qo_heads, "num_warps": 4}
+    fixed["num_sequences"] = 0 if sums is None else len(sums) - 1
+    constants = RowsConstants(Width(v.shape[-1], tile.dim_v), tile.dim, dq_dim, tile.block_m, sequences.packed)
     dq_blocks = row_blocks if adds_dq else 0
-    of_q = fixed | {"WIDTH": Width(head_dim, tile.dim), "sm_scale": sequences.sm_scale}
+    of_dout = fixed | {"C": constants}
+    of_q = fixed | {"C": constants._replace(width=Width(head_dim, tile.dim)), "sm_scale": sequences.sm_scale}
     of_q |= {"row_blocks": dq_blocks, "PARTS": parts}
     sum_blocks = sum(-(-tensor.numel() // SUMMED.value) for tensor in (k, v)) if parts > 1 else 0
-    main, given, work = _bind_main(q, k, v, parts, sequences, tile, dq_dim)
+    main, kept_batch = _bind_main(q, k, v, parts, sequences, tile, dq_dim)
     sums_map = TensorMap([row_blocks * tile.block_m, dq_dim], [dq_dim, 1], [*DQ_BOX], _SUMS_LAYOUT)
     return _Bound(
         prepare=BoundLaunch(prepare_rows_kernel, Grid(row_blocks, of_dout), _ROWS) if row_blocks else None,
@@ -379,9 +394,7 @@ def _bind(
             dq_sums=sums_map if adds_dq else None,
             rows=TensorMap([row_blocks * 2, tile.block_m], [tile.block_m, 1], [2, tile.block_m], _ROWS_LAYOUT),
         ),
-        batch=given.batch,
-        row_batch=RowsBatch(None, 0 if sums is None else len(sums) - 1, seqlen_q, num_qo_heads, num_blocks),
-        work=work._replace(num_row_blocks=num_blocks),
+        batch=kept_batch,
         parts=parts,
         rows_shape=(batch, num_qo_heads, num_blocks, 2, tile.block_m),
         sums_shape=(row_blocks * tile.block_m, dq_dim) if adds_dq else None,
@@ -396,9 +409,9 @@ def _bind_main(
     sequences: Sequences,
     tile: BackwardTile,
     dq_dim: int,
-) -> tuple[BoundLaunch | None, Arguments, KeyWork]:
+) -> tuple[BoundLaunch | None, Batch]:
     """Prepares the launch that adds to dq_sums and writes dk and dv. Returns it, or None if there are no keys, with its
-    arguments, which do not hold tensors yet. `dq_dim` is the width of the sums of dq, or 0 if it adds nothing to dq."""
+    batch, which does not hold tensors yet. `dq_dim` is the width of the sums of dq, or 0 if it adds nothing to dq."""
     seqlen_q, num_qo_heads = q.shape[1:3]
     batch, seqlen_k, num_kv_heads, _ = k.shape
     group_size = num_qo_heads // num_kv_heads
@@ -408,9 +421,10 @@ def _bind_main(
     given = arguments(q, k, v, sequences, blocks, num_blocks)
     head_bytes = seqlen_q * (4 * dq_dim + 2 * tile.dim + 2 * tile.dim_v)
     section = num_runs if sequences.tree is not None else min(num_runs, max(1, _SECTION_BYTES // head_bytes))
+    even_k = given.variant.even_k and sequences.tree is None  # one kernel computes every tree
     constants = BackwardConstants(
         tile=tile,
-        variant=given.variant._replace(even_q=False, sinks=False),
+        variant=given.variant._replace(even_q=False, even_k=even_k, sinks=False),
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         group_size=group_size,
@@ -418,6 +432,6 @@ def _bind_main(
         adds_dq=dq_dim > 0,
     )
     fixed = {"scales": given.scales, "C": constants, "num_warps": 4, "maxnreg": REGISTERS}
+    fixed |= {"num_sequences": given.numbers.num_sequences, "section": section}
     launch = BoundLaunch(hopper_backward_kernel, Grid(num_blocks * num_runs, fixed), _BROUGHT) if num_blocks else None
-    work = KeyWork(dk=None, dv=None, block_depths=None, num_runs=num_runs, section=section, num_row_blocks=0)
-    return launch, given, work
+    return launch, given.batch

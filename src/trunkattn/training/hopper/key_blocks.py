@@ -40,17 +40,19 @@ class KeyWork(NamedTuple):
         dk, dv: the gradients [parts of a group, batch, seqlen_k, num_kv_heads, ...], contiguous. They are float32 if a
             group has several parts.
         block_depths: in a tree with a window, the smallest depth in each block of queries; otherwise None.
+        section: the number of runs whose blocks take turns. It is None, as the following are, outside the kernel.
         num_runs: the number of (batch, KV head, part) triples. Each of them is a run of query heads.
-        section: the number of runs whose blocks take turns.
         num_row_blocks: blocks of queries of one head in the arrays of rows.
+        numbers: the `Numbers`.
     """
 
     dk: Any
     dv: Any
     block_depths: Any
-    num_runs: Any
-    section: Any
-    num_row_blocks: Any
+    section: Any = None
+    num_runs: Any = None
+    num_row_blocks: Any = None
+    numbers: Any = None
 
 
 class KeyTask(NamedTuple):
@@ -139,7 +141,7 @@ def find_keys(work, batch, C: gl.constexpr):
     VARIANT: gl.constexpr = C.variant
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
-    of_section = work.section * batch.num_blocks
+    of_section = work.section * work.numbers.num_blocks
     first_run = gl.program_id(0) // of_section * work.section
     runs = gl.minimum(work.section, work.num_runs - first_run)  # the last section may have fewer
     rest = gl.program_id(0) % of_section
@@ -148,12 +150,12 @@ def find_keys(work, batch, C: gl.constexpr):
     out_row = row
     if C.members < C.group_size:
         out_row += head % C.group_size // C.members * (work.num_runs * C.members // batch.num_qo_heads)
-    begin_q, begin_k, len_q, len_k = 0, 0, batch.seqlen_q, batch.seqlen_k
+    begin_q, begin_k, len_q, len_k = 0, 0, work.numbers.seqlen_q, work.numbers.seqlen_k
     row_block = run * C.members * work.num_row_blocks
     if VARIANT.packed:
-        sequence, number = find_sequence(number, batch.cu_seqlens_k, batch.num_sequences, BLOCK_N)
-        begin_q, len_q = sequence_range_32(batch.cu_seqlens_q, sequence, batch.seqlen_q)
-        begin_k, len_k = sequence_range_32(batch.cu_seqlens_k, sequence, batch.seqlen_k)
+        sequence, number = find_sequence(number, batch.cu_seqlens_k, work.numbers.num_sequences, BLOCK_N)
+        begin_q, len_q = sequence_range_32(batch.cu_seqlens_q, sequence, work.numbers.seqlen_q)
+        begin_k, len_k = sequence_range_32(batch.cu_seqlens_k, sequence, work.numbers.seqlen_k)
         row_block += begin_q // BLOCK_M + sequence
     first = number * BLOCK_N
     n = first + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))

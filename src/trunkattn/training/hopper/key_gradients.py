@@ -337,8 +337,8 @@ def consume_narrow(WARPGROUP: gl.constexpr, work, batch, scales, dq_desc, narrow
     tma.store_wait(0)
     consumers_meet()
     k_tile, v_tile = memory.k.index(WARPGROUP), memory.v.index(WARPGROUP)
-    _write(dk, scales.sm_scale, k_tile, work.dk, own_first, task, batch, HEAD_DIM, KEYS, C)
-    _write(dv, 1.0, v_tile, work.dv, own_first, task, batch, HEAD_DIM_V, VALUES, C)
+    _write(dk, scales.sm_scale, k_tile, work.dk, own_first, task, work, batch, HEAD_DIM, KEYS, C)
+    _write(dv, 1.0, v_tile, work.dv, own_first, task, work, batch, HEAD_DIM_V, VALUES, C)
 
 
 @gluon.constexpr_function
@@ -353,10 +353,10 @@ def _layout_of(HEAD: NarrowHead, PART: int, C: BackwardConstants) -> Any:
 
 
 @gluon.jit
-def _write(sums, factor, tile, out, first, task, batch, DIM: gl.constexpr, HEAD: gl.constexpr, C: gl.constexpr):
+def _write(sums, factor, tile, out, first, task, work, batch, DIM: gl.constexpr, HEAD: gl.constexpr, C: gl.constexpr):
     """Writes the parts of dk or dv of a warpgroup's keys, which begin with key `first`, multiplied by `factor`, through
     the shared memory of the keys or values."""
-    token = task.out_row * batch.seqlen_k + task.begin_k + first
+    token = task.out_row * work.numbers.seqlen_k + task.begin_k + first
     rows, num_heads = task.len_k - first, batch.num_qo_heads // C.group_size
     for i in gl.static_range(len(HEAD.parts)):
         place, begin = _columns_of(tile, HEAD, i), _begin_of(HEAD, i)

@@ -223,14 +223,14 @@ def _no_sums(COUNT: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _write(WARPGROUP: gl.constexpr, sums, factor, own, out, task, batch, DIM: gl.constexpr, C: gl.constexpr):
+def _write(WARPGROUP: gl.constexpr, sums, factor, own, out, task, work, batch, DIM: gl.constexpr, C: gl.constexpr):
     """Writes the panels of dk or dv of the warpgroup's keys, multiplied by `factor`, through the shared memory of the
     keys or values."""
     T: gl.constexpr = C.tile
     IN_PARTS: gl.constexpr = C.members < C.group_size
     OUT: gl.constexpr = T.panel if IN_PARTS else T.copy_panel
     first = task.first + WARPGROUP * WARPGROUP_ROWS
-    token = task.out_row * batch.seqlen_k + task.begin_k + first
+    token = task.out_row * work.numbers.seqlen_k + task.begin_k + first
     rows, num_heads = task.len_k - first, batch.num_qo_heads // C.group_size
     for part in gl.static_range(len(sums)):
         tile = own.one.index(WARPGROUP * own.room + part)
@@ -293,5 +293,5 @@ def consume_panels(WARPGROUP: gl.constexpr, work, batch, scales, memory, C: gl.c
     if sees_parts(C):
         task = _kept_task(WARPGROUP, memory)
     consumers_meet()
-    _write(WARPGROUP, dk, scales.sm_scale, memory.k, work.dk, task, batch, HEAD_DIM, C)
-    _write(WARPGROUP, dv, 1.0, memory.v, work.dv, task, batch, HEAD_DIM_V, C)
+    _write(WARPGROUP, dk, scales.sm_scale, memory.k, work.dk, task, work, batch, HEAD_DIM, C)
+    _write(WARPGROUP, dv, 1.0, memory.v, work.dv, task, work, batch, HEAD_DIM_V, C)

@@ -245,7 +245,7 @@ def consume_wide(WARPGROUP: gl.constexpr, work, batch, scales, memory, C: gl.con
         state = walk_queries(_add_queries, WARPGROUP, _State(dk, dv, gl.to_tensor(0)), task, work, given, C)
         dk, dv = _add_last(WARPGROUP, state, memory, C)
     consumers_meet()
-    token = task.out_row * batch.seqlen_k + task.begin_k + task.first
+    token = task.out_row * work.numbers.seqlen_k + task.begin_k + task.first
     rows, num_heads = task.len_k - task.first, batch.num_qo_heads // C.group_size
     k_tile, v_tile = _tile_part(memory.k, 0, DK), _tile_part(memory.v, 0, DV)
     IN_PARTS: gl.constexpr = C.members < C.group_size
