@@ -40,7 +40,7 @@ from benchmarks.lib.options import existing, integer, positive, usable_device
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.lib.smollm2 import model_file
 from benchmarks.page.plots.embedded_serving import draw, print_table
-from benchmarks.workloads import conversation_lengths, poisson_arrivals
+from benchmarks.workloads.serving import conversation_lengths, poisson_arrivals
 from benchmarks.workloads.traces import read_trace
 from trunkattn import LLM, SamplingParams
 from trunkattn.config import EXECUTIONS

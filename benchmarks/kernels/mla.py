@@ -26,7 +26,7 @@ from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.kernels.decode_cases import unique_tokens
 from benchmarks.lib.options import accepted_by, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
-from benchmarks.workloads import agent_batch, conversation_batch, conversation_lengths
+from benchmarks.workloads.serving import agent_batch, conversation_batch, conversation_lengths
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch

@@ -30,7 +30,8 @@ from benchmarks.kernels.decode import HEAD_DIM, HEADS, PAGE_SIZE, PEERS, Case, c
 from benchmarks.kernels.decode_cases import FLUSH_BYTES, unique_tokens
 from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
-from benchmarks.workloads import PagedBatch, agent_batch, conversation_batch
+from benchmarks.workloads import PagedBatch
+from benchmarks.workloads.serving import agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
 from trunkattn.analysis.records import LoggedRequest
 

@@ -17,12 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.workloads import (
-    agent_requests,
-    conversation_lengths,
-    poisson_arrivals,
-)
-from benchmarks.workloads.serving import CONVERSATION_LEVELS
+from benchmarks.workloads.serving import CONVERSATION_LEVELS, agent_requests, conversation_lengths, poisson_arrivals
 from benchmarks.workloads.traces import arrival_ms, read_trace
 from trunkattn.analysis.formats.mooncake import BLOCK_SIZE
 from trunkattn.analysis.records import LoggedRequest

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workloads import (
+from benchmarks.workloads import PagedBatch
+from benchmarks.workloads.serving import (
     AgentRequest,
-    PagedBatch,
     agent_batch,
     agent_requests,
     batch_of_prefixes,

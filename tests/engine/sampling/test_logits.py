@@ -261,7 +261,9 @@ def test_answers_that_share_a_row_get_what_copies_of_it_would_give(
             for (row, index), state, place in zip(drawn, states, where, strict=True)
         ]
 
+    before = logits.clone()
     token_ids = Sampler(5).sample(logits, specs(True))
+    assert torch.equal(logits, before)
     assert token_ids == Sampler(5).sample(logits[rows], specs(False))
     together = token_logprobs(logits, specs(True), token_ids)
     assert together == token_logprobs(logits[rows], specs(False), token_ids)

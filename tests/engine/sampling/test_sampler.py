@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkattn.engine.sampling import truncation
-from trunkattn.engine.sampling.sampler import Sampler, SampleSpec, _draw, _probabilities, token_logprobs
+from trunkattn.engine.sampling.sampler import (
+    NO_TOKEN_LEFT,
+    Sampler,
+    SampleSpec,
+    _draw,
+    _probabilities,
+    token_logprobs,
+)
 from trunkattn.engine.sampling_params import SamplingParams
 
 VOCAB = 3000  # more than the sampler's first candidates
@@ -71,7 +78,7 @@ def test_a_top_p_that_is_zero_in_float32_keeps_the_most_likely_token(least: floa
 def test_a_row_that_keeps_many_tokens_costs_the_others_nothing_and_is_not_sorted(
     monkeypatch: pytest.MonkeyPatch, wide: dict[str, float]
 ) -> None:
-    logits, topk, count, sorted_rows, counted_rows = logits_of(9), torch.Tensor.topk, truncation.truncate_rows, [], []
+    logits, topk, count, sorted_rows, counted_rows = logits_of(10), torch.Tensor.topk, truncation.truncate_rows, [], []
 
     def sorting(values: torch.Tensor, width: int) -> torch.return_types.topk:
         sorted_rows.append((len(values), width))
@@ -81,11 +88,11 @@ def test_a_row_that_keeps_many_tokens_costs_the_others_nothing_and_is_not_sorted
         counted_rows.append(rows)
         count(probs, rows, *given)
 
-    narrow = SamplingParams(top_p=0.9, top_k=50)
-    alone = _probabilities(logits[:8], [narrow] * 8)
+    narrow = [SamplingParams(top_p=0.9, top_k=50), SamplingParams(top_p=0.5)] * 4
+    alone = _probabilities(logits[:8], narrow)
     monkeypatch.setattr(torch.Tensor, "topk", sorting)
     monkeypatch.setattr(truncation, "truncate_rows", counting)
-    found = _probabilities(logits, [*[narrow] * 8, SamplingParams(**wide)])  # type: ignore[arg-type]
+    found = _probabilities(logits, [*narrow, SamplingParams(**wide), SamplingParams()])  # type: ignore[arg-type]
     assert sorted_rows == [(9, 256)] and counted_rows == [[8]]
     assert torch.equal(found[:8], alone)
     expected = expected_probabilities(logits[8], SamplingParams(**wide))  # type: ignore[arg-type]
@@ -239,16 +246,19 @@ def test_logits_are_not_changed(dtype: torch.dtype) -> None:
     specs = [spec(top_p=0.8, logprobs=2), spec(temperature=0), spec(top_k=4, temperature=0.3, logprobs=0)]
     token_logprobs(logits, specs, Sampler().sample(logits, specs))
     assert torch.equal(logits, before)
+    many = [SampleSpec(SamplingParams(), 0, 0, row=row) for row in (0, 1, 2) * 200]
+    assert Sampler(1).sample(logits, many) == Sampler(1).sample(logits.float(), many)
 
 
 def test_logprobs_are_of_the_unmodified_logits() -> None:
-    logits = logits_of(4)
+    logits = logits_of(5)
     specs = [spec(logprobs=3, temperature=0.1), spec(), spec(logprobs=0, top_k=1), spec(logprobs=VOCAB, temperature=0)]
-    token_ids = [17, 5, 6, int(logits[3].argmax())]
+    specs.append(spec(logprobs=1))
+    token_ids = [0, 5, 6, int(logits[3].argmax()), NO_TOKEN_LEFT]
     found = token_logprobs(logits, specs, token_ids)
     expected = logits.double().log_softmax(dim=-1)
     order = expected.argsort(dim=-1, descending=True)
-    assert found[1] is None
+    assert found[1] is None and found[4] is None
     for row, count in ((0, 3), (2, 0), (3, VOCAB)):
         entry = found[row]
         assert entry is not None

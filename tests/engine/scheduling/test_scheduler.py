@@ -12,7 +12,7 @@ from trunkattn.engine.sampling_params import SamplingParams
 from trunkattn.engine.scheduling.pages_in_flight import PagesInFlight
 from trunkattn.engine.scheduling.request import Request
 from trunkattn.engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledChunk
-from trunkattn.engine.scheduling.scheduler import POLICIES, Scheduler
+from trunkattn.engine.scheduling.scheduler import MAX_PROMPT_LOGITS, POLICIES, ROW_TOKENS, Scheduler
 from trunkattn.kv_cache.manager import CacheManager
 
 PAGE_SIZE = 4
@@ -147,10 +147,10 @@ def test_decodes_go_on_while_no_prompt_can_start() -> None:
     assert steps[4:] == [[(waiting[0], 16), (waiting[1], 1)], [(waiting[0], 1), (waiting[1], 1)]]
 
 
-@pytest.mark.parametrize("budget", [4, 5, 9])
-def test_no_decode_waits_whatever_arrives(budget: int) -> None:
-    scheduler = make_scheduler(num_pages=400, max_num_seqs=4, budget=budget)
-    early, *others = requests = [make_request(range(100 * i, 100 * i + 30 - 9 * i)) for i in range(4)]
+@pytest.mark.parametrize(("budget", "most"), [(4, 4), (5, 4), (9, 4), (8, 8)])
+def test_no_decode_waits_whatever_arrives(budget: int, most: int) -> None:
+    scheduler = make_scheduler(num_pages=400, max_num_seqs=most, budget=budget)
+    early, *others = requests = [make_request(range(100 * i, 100 * i + max(1, 30 - 9 * i))) for i in range(most)]
     for request in others:
         scheduler.add(request)
     for number in range(40):
@@ -307,6 +307,7 @@ def test_samples_fork_after_the_prompt() -> None:
     ]
     scheduler.update(batch, [11, 12, 13])
     assert [child.output_token_ids for child in children] == [[12], [13]]
+    assert [child.num_cached_tokens for child in children] == [0, 0]
     assert scheduler.cache.num_pages_in_use == 2
     batch = step(scheduler)
     assert lengths(batch) == [1, 1, 1]
@@ -361,3 +362,34 @@ def test_a_rolled_back_batch_is_scheduled_again() -> None:
     assert lengths(step(scheduler)) == [6, 2]
     finish_all(scheduler)
     assert len(first.output_token_ids) == 8
+
+
+def test_only_the_requests_of_some_users_are_computed_and_the_others_wait_in_their_order() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    requests = [make_request(range(20 * place, 20 * place + 9)) for place in range(5)]
+    for place, request in enumerate(requests):
+        request.owner_id = str(place)
+        scheduler.add(request)
+    step(scheduler)
+    batch = scheduler.schedule(only=frozenset("134"))
+    assert [chunk.request for chunk in batch.chunks] == [requests[1], requests[3]]
+    assert list(scheduler.waiting) == [requests[0], requests[2], requests[4]]
+    assert [request.num_preemptions for request in requests] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("budget", [2, 16, 64, 4096])
+def test_a_step_holds_few_rows_of_logits_for_tokens_of_prompts(budget: int) -> None:
+    """Each prompt whose logits are asked for gets a row at least, and waits for no other's pages."""
+    scheduler = make_scheduler(num_pages=1000, max_num_seqs=2, budget=budget)
+    requests = [make_request(range(700), max_tokens=800) for _ in range(2)]
+    for request in requests:
+        request.params = SamplingParams(prompt_logprobs=0)
+        scheduler.add(request)
+    most = max(1, min(MAX_PROMPT_LOGITS, budget // ROW_TOKENS))
+    while any(request.num_output_tokens == 0 for request in requests):
+        batch = scheduler.schedule()
+        rows = [len(chunk.prompt_positions) for chunk in batch.chunks]
+        assert sum(rows) <= most + 1 and len(lengths(batch)) == 2 and all(lengths(batch))
+        for chunk, number in zip(batch.chunks, rows, strict=True):
+            chunk.request.num_prompt_logprobs += number
+        scheduler.update(batch, [1] * len(batch.samples))

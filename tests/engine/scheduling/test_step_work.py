@@ -96,7 +96,9 @@ def test_without_a_price_of_keys_a_chunk_is_as_long_as_the_budget() -> None:
     assert lengths == [64] * 10 and not scheduler.has_unfinished
 
 
-def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> None:
+@pytest.mark.parametrize("first", [500_000, 0])
+def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget(first: int) -> None:
+    """From 0 on the prompt begins like the first one: each of its tokens then takes more than a step has left."""
     prices, budget = WorkPrices.of_keys(10), 16
     scheduler = Scheduler(CacheManager(1000, PAGE_SIZE), 16, budget, keys_per_token=10)
     answering = [make_request(1000, max_tokens=400, first=10_000 * place) for place in range(8)]
@@ -104,7 +106,7 @@ def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> 
         scheduler.add(request)
     while any(request.num_output_tokens == 0 for request in answering):
         step(scheduler)
-    late = make_request(200, first=500_000)
+    late = make_request(200 if first else 1040, first=first)
     scheduler.add(late)
     while late.num_output_tokens == 0:
         batch = step(scheduler)
@@ -112,8 +114,9 @@ def test_prompts_go_on_beside_answers_that_take_more_than_the_whole_budget() -> 
         others = [chunk for chunk in batch.chunks if chunk.request is not late]
         assert len(others) == 8 and all(chunk.num_tokens == 1 for chunk in others)
         assert len(own) == 1 and prices.of(own[0].start + 1, own[0].num_tokens - 1) <= prices.of(0, budget)
-        assert sum(chunk.num_tokens for chunk in batch.chunks) <= budget
-    assert late.num_computed_tokens == 200
+        assert own[0].num_tokens and sum(chunk.num_tokens for chunk in batch.chunks) <= budget
+    assert late.num_cached_tokens == (0 if first else 1000 - 1000 % PAGE_SIZE)
+    assert late.num_computed_tokens == late.num_prompt_tokens
 
 
 @given(

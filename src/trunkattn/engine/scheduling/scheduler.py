@@ -73,7 +73,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._max_prompt_logits = max(1, min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS))
+        self._max_prompt_logits = min(MAX_PROMPT_LOGITS, max_num_batched_tokens // ROW_TOKENS)
         self._fill = POLICIES[policy]
         self._prices = WorkPrices.of_keys(keys_per_token)
         self._pace = StepPace(self._prices.of(0, max_num_batched_tokens), max_step_seconds)
