@@ -158,7 +158,7 @@ def compile_hopper_latent(target: Target, masked: bool = False, page_size: int =
             target.num_qo_heads, group_size, page_size, segment_size, masked, return_lse=True, kv_bytes=bits // 8
         ),
     )
-    return compile_gluon(decode.latent_decode_kernel, target, arguments, decode.REGISTERS, checks_products=True)
+    return compile_gluon(decode.latent_decode_kernel, target, arguments, decode.REGISTERS)
 
 
 def compile_hopper_forward(
@@ -190,7 +190,7 @@ def compile_hopper_forward(
         tables=_training_tables(packed, tree, window)._replace(sinks="*fp32" if sinks else None),
         num_sequences="i32", section="i32", scale="fp32", C=constants,
     )  # fmt: skip
-    return compile_gluon(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS, checks_products=True)
+    return compile_gluon(hopper_forward_kernel, target, arguments, LAUNCH_REGISTERS)
 
 
 def compile_hopper_queries(
@@ -220,7 +220,7 @@ def compile_hopper_queries(
         num_sequences="i32", section="i32", scales=Scales("fp32", "fp32", "fp32"), C=constants,
     )  # fmt: skip
     kernel = backward.query_gradients_kernel
-    return compile_gluon(kernel, target, arguments, backward.LAUNCH_REGISTERS, checks_products=True)
+    return compile_gluon(kernel, target, arguments, backward.LAUNCH_REGISTERS)
 
 
 def _training_tables(packed: bool, tree: bool, window: bool) -> Any:

@@ -101,12 +101,9 @@ def of_one_kind(named: Any, kind: str, **others: Any) -> Any:
     return named(**dict.fromkeys(named._fields, kind) | others)
 
 
-def compile_gluon(
-    kernel: Any, target: Target, arguments: Any, registers: int, checks_products: bool = False
-) -> Resources:
+def compile_gluon(kernel: Any, target: Target, arguments: Any, registers: int) -> Resources:
     """What a Gluon kernel for Hopper needs. arguments: types, but for the constants C and absent ones; aligned as a
-    launch on a GPU finds them. checks_products: asks the assembler whether products are serialized, for which it runs
-    again."""
+    launch on a GPU finds them. The assembler runs a second time to say whether products are serialized."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {name: _with_absent(kind) for name, kind in arguments._asdict().items()} | {"C": "constexpr"}
@@ -115,8 +112,6 @@ def compile_gluon(
     source = GluonASTSource(kernel, signature, constexprs, aligned)
     options = {"num_warps": 4, "maxnreg": registers}
     used = _resources(source, target, options)
-    if not checks_products:
-        return used
     compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     return replace(used, serialized=_is_serialized(compiled.asm["ptx"], target.capability))
 

@@ -157,6 +157,10 @@ def test_producers_acquire_and_consumers_release_every_stage(compiled: Compiled)
         assert releases == products >= 6, f"{name}: a product does not release its stage"
 
 
+def test_no_matrix_product_waits_for_the_one_before(compiled: Compiled) -> None:
+    assert [name for name, used in compiled.report.items() if used["serialized"]] == []
+
+
 def test_as_many_ctas_share_an_sm_as_the_tile_table_says(compiled: Compiled) -> None:
     """On the cards that it was measured on; others may hold fewer low ones."""
     for name, used in compiled.report.items():
@@ -174,3 +178,4 @@ def test_as_many_ctas_share_an_sm_as_the_tile_table_says(compiled: Compiled) -> 
 def test_kernels_compile_with_the_oldest_triton(names: tuple[str, ...]) -> None:
     report = compile_report(COMPILE, "90", "128", "bf16", "bf16", *names, oldest=True)
     assert set(report) == set(names) and all(used["registers"] > 16 for used in report.values())
+    assert [name for name, used in report.items() if used["serialized"]] == []
