@@ -366,7 +366,7 @@ def main() -> None:
         read_all(folder)
         rows = run(folder, acts(folder, wanted, arguments), arguments.device)
     bad = bad_kinds(rows)
-    sys.exit(f"the witness or /health had to wait, or something was wrong: {', '.join(bad)}" if bad else 0)
+    sys.exit(f"the witness or /health had to wait, memory grew, or something was wrong: {', '.join(bad)}" if bad else 0)
 
 
 if __name__ == "__main__":

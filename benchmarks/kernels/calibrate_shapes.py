@@ -32,7 +32,7 @@ from benchmarks.lib.report import short_name, with_earlier, write_result
 from benchmarks.workloads import PagedBatch
 from benchmarks.workloads.shape_table import BATCHES, LATENT_SHAPES, SHAPES, batch_name, parse_batch
 from trunkattn import BatchAttention, Plan
-from trunkattn.analysis.trees import TreeLevels, tree_batch
+from trunkattn.analysis.trees import TreeLevels
 from trunkattn.gpu import step_planners
 from trunkattn.gpu.cards import facts_of
 from trunkattn.planner.tiles.candidates import Tiling
@@ -84,7 +84,7 @@ def cell_of(shape: Shape, tree: TreeLevels, attention: BatchAttention) -> Cell:
 
 def latent_cell_of(shape: Shape, tree: TreeLevels, attention: BatchAttention) -> Cell:
     """A cell with a latent cache."""
-    case = mla.make_case(tree_batch(tree, mla.PAGE_SIZE, page_seed=1), shape.num_qo_heads)
+    case = mla.make_case(mla.paged(tree), shape.num_qo_heads)
     out = torch.full((*case.q.shape[:2], mla.LATENT), torch.nan, dtype=case.q.dtype, device=case.q.device)
 
     def run_of(plan: Plan) -> Run:

@@ -26,11 +26,12 @@ from benchmarks.kernels.decode import ceilings, microseconds
 from benchmarks.kernels.decode_cases import unique_tokens
 from benchmarks.lib.options import accepted_by, integer, need_gpu
 from benchmarks.lib.report import short_name, with_earlier, write_result
+from benchmarks.workloads.arrivals import LONGEST_PRIVATE
 from benchmarks.workloads.serving import agent_batch, conversation_batch, conversation_lengths
 from benchmarks.workloads.shape_table import batch_name, parse_batch
 from trunkattn import AttentionConfig, BatchAttention, Capacity
 from trunkattn.analysis.batch import PagedBatch
-from trunkattn.analysis.trees import tree_batch
+from trunkattn.analysis.trees import TreeLevels, tree_batch
 
 HEADS = (8, 12, 16, 20, 32, 64, 96, 128)
 BATCHES = (
@@ -39,7 +40,7 @@ BATCHES = (
     "96 x (2048 + 8 groups x 512 + 128)", "32 x (16384 + 64)", "256 x (512 + 64)", "48 x (6 groups x 3072 + 704)",
     "17 x (2944)", "5 x (20032 + 1344)",
 )  # fmt: skip
-SEED, LONGEST_PRIVATE = 0, 4096
+SEED = 0
 LATENT, ROPE, PAGE_SIZE, SCALE = 512, 64, 64, LATENT_SCALE
 FLUSH_BYTES, MOST_COPIES = 300_000_000, 24
 TOLERANCE = 0.1  # of the largest output: bf16 probabilities
@@ -77,11 +78,16 @@ RAGGED: Final[Mapping[str, Callable[[], PagedBatch]]] = MappingProxyType(
 
 
 def read_batch(text: str) -> tuple[str, PagedBatch]:
-    """The name and the requests of a batch: one of `RAGGED`, or a tree as `parse_batch` reads it, pages shuffled."""
+    """The name and the requests of a batch: one of `RAGGED`, or a tree as `parse_batch` reads it."""
     if text in RAGGED:
         return text, RAGGED[text]()
     tree = parse_batch(text)
-    return batch_name(tree), tree_batch(tree, PAGE_SIZE, page_seed=1)
+    return batch_name(tree), paged(tree)
+
+
+def paged(tree: TreeLevels) -> PagedBatch:
+    """The requests of a tree, pages shuffled."""
+    return tree_batch(tree, PAGE_SIZE, page_seed=1)
 
 
 def make_case(batch: PagedBatch, heads: int) -> Case:

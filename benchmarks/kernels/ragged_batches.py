@@ -31,12 +31,12 @@ from benchmarks.kernels.decode_cases import FLUSH_BYTES, unique_tokens
 from benchmarks.lib.options import existing, integer, need_gpu
 from benchmarks.lib.report import short_name, write_result
 from benchmarks.workloads import PagedBatch
+from benchmarks.workloads.arrivals import LONGEST_PRIVATE
 from benchmarks.workloads.serving import agent_batch, conversation_batch
 from benchmarks.workloads.traces import arrival_ms, decode_batches, read_trace
 from trunkattn.analysis.records import LoggedRequest
 
 LAYERS = 32
-LONGEST_PRIVATE = 4096
 PLAN_CALLS, PLAN_SECONDS = 30, 2.0
 SEED = 0
 MS_PER_TOKEN = (50.0, 100.0, 200.0, 400.0, 800.0)

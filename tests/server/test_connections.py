@@ -314,6 +314,28 @@ def test_a_connection_does_not_rest_for_ever(start_server: Callable[..., Server]
             pass
 
 
+def test_who_is_refused_within_a_body_does_not_stay(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may send for a while, so that it sees why, and is then closed."""
+    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=1.0))
+    with connected(start_server()) as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+        assert received.startswith(b"HTTP/1.1 400")
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"1\r\nx\r\n")
+            except (BrokenPipeError, ConnectionResetError):
+                return True
+            return False
+
+        wait_for(is_closed)
+
+
 def half_closed(server: Server, sent: bytes) -> bytes:
     """What the server answers to a client that sends no more, as `nc -N`."""
     with connected(server) as connection:

@@ -40,7 +40,7 @@ def compiled(name: str, tile: FlashTile, capability: int, head_dim: int, variant
     """A causal kernel for aligned tensors, as a launch has them; bf16 in a batch, unless `variant` is packed, tree, all
     (a tree with every option) or fp32."""
     kernel, packed, tree = KERNELS.get(name, prepare_kernel), variant == "packed", variant in ("tree", "all")
-    any_length = packed or tree
+    any_length = packed or tree or name == "prepare"
     kind, options = variant if variant == "fp32" else "bf16", variant == "all"
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     shape = attention_shape(4, (head_dim, head_dim), dtype)

@@ -35,9 +35,10 @@ def test_only_sequences_of_one_length_may_fill_their_blocks(seqlen: int, even: t
     assert (packed.even_q, packed.even_k, packed.packed) == (False, False, True)
 
 
-@pytest.mark.parametrize(("window", "seen"), [(12, 12), (24, 24), (2**31 - 1, 25), (None, UNLIMITED)])
+@pytest.mark.parametrize(("window", "seen"), [(12, 12), (24, 24), (2**31 - 1, 32), (None, UNLIMITED)])
 def test_a_window_may_be_wider_than_the_keys(window: int | None, seen: int) -> None:
-    """20 queries before the last of 5 keys: a window of 12 hides all keys from the first ones."""
+    """20 queries before the last of 5 keys: a window of 12 hides all keys from the first ones. One of 25 hides nothing,
+    and neither does 32, a multiple of 16."""
     found = told(replace(PLAIN, sliding_window=window), 20, 5)
     assert (found.batch.window, found.variant.window) == (seen, window is not None)
 
@@ -47,21 +48,20 @@ def test_every_tensor_has_its_own_strides_and_width() -> None:
     assert found.strides == (128 * 9 * 24, 9 * 24, 24, 64 * 2 * 24, 2 * 24, 24, 64 * 2 * 40, 2 * 40, 40)
     assert found.shape[:3] == (4, (24, 32), (16, 16))
     assert found.scales == (0.25 * LOG2_E, 0.25, 5.0) and told().scales.soft_cap == 0.0
-    batch = found.batch
-    assert (batch.seqlen_q, batch.seqlen_k, batch.num_qo_heads, batch.num_blocks) == (128, 64, 8, 7)
+    assert found.numbers == (0, 128, 64, 7) and found.batch.num_qo_heads == 8
     assert (found.variant.causal, found.variant.soft_cap, found.variant.sinks) == (True, True, False)
 
 
 def test_a_batch_gets_the_tables_of_its_sequences() -> None:
     packed = replace(PLAIN, cu_seqlens_q=SUMS, cu_seqlens_k=SUMS + 1)
     found = told(packed)
-    assert found.batch.num_sequences == 2 and found.batch.cu_seqlens_q is None
+    assert found.numbers.num_sequences == 2 and found.batch.cu_seqlens_q is None
     batch = with_tables(found.batch, packed)
     assert batch.cu_seqlens_q is packed.cu_seqlens_q and batch.cu_seqlens_k is packed.cu_seqlens_k
     tree = PrefixTree.from_segments([-1, 0, 0], [64, 40, 24]).tables(torch.device("cpu"))
     planted = replace(PLAIN, tree=tree)
     found = told(planted)
-    assert (found.variant.tree, found.batch.num_sequences, found.batch.segments) == (True, 0, None)
+    assert (found.variant.tree, found.numbers.num_sequences, found.batch.segments) == (True, 0, None)
     batch = with_tables(found.batch, planted)
     assert all(getattr(batch, name) is getattr(tree, name) for name in tree._fields) and batch.cu_seqlens_q is None
 

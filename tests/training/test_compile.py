@@ -14,7 +14,7 @@ COMPILE = str(Path(__file__).with_name("compile_report.py"))
 
 # Bytes of a thread's stack, about as found with Triton 3.9: more is what this notices. Gradients of keys and values
 # hold two accumulators of 128 × 128 in registers, and one pass also a part of dq. Those of trees are compiled for any
-# number of tokens; on an H200 they are as fast as those for whole 16, which spill less (the lab note
+# number of tokens, and spill more than those for whole 16. With Triton 3.6 they are as fast on an H200 (the lab note
 # one-kernel-for-every-tree).
 SPILLED_AT_MOST = {
     (80, 128): {

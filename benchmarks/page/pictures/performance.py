@@ -63,7 +63,9 @@ def shared_prompt() -> Drawing:
     found += [Curve(card, shade, [row["auto_speedup"] for row in rows[card]]) for card, shade in _CURVES.items()]
     texts = [str(each) if each < 1024 else f"{each // 1024}k" for each in tokens]
     axis = Axis([math.log2(each) for each in tokens], texts, "tokens of the shared prompt")
-    note = "32 requests with 128 tokens of their own. Without sharing, a GPU's L2 cache saves some of it."
+    note = (
+        "32 requests with 128 tokens of their own. A GPU's L2 cache saves the side without sharing some of its reading."
+    )
     return curves("Speed-up where a prompt is shared", found, axis, (1, 2, 5, 10, 20), note, height=220, width=THIRD)
 
 

@@ -89,7 +89,10 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line."""
-        self._text.write(f"{self.format(record)}\n")
+        try:
+            self._text.write(f"{self.format(record)}\n")
+        except Exception:
+            self.handleError(record)
 
     def flush(self) -> None:
         """Waits until all lines are written, but not for long."""

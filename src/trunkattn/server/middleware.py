@@ -93,7 +93,7 @@ class ReadRest:
 
 class NameRequests:
     """Gives each request an id: the one that the client, or a proxy before it, sends in a header, or a new one. The
-    response has it in the same header, its JSON and its lines of the log have it after a prefix."""
+    response has it in the same header, and its JSON and its lines of the log have it after a prefix."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -128,7 +128,15 @@ class LimitedProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_timer()
+        if not self._is_refused:
+            self._stop_timer()
+
+    def shutdown(self) -> None:
+        """Ends at once what is refused: h11 may take no further event from it."""
+        if self._is_refused:
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request. The error that is being handled says more than msg, which is always the same.
@@ -152,10 +160,10 @@ class LimitedProtocol(H11Protocol):
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
             for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self._is_refused = True
         if self._is_busy:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._is_refused = True
         self.transport.write_eof()
         self.flow.resume_reading()
         self._arm(LIMITS.header_seconds)
@@ -181,7 +189,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return not self._is_refused and self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _has_whole_request(self) -> bool:

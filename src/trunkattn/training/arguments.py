@@ -41,9 +41,9 @@ class Batch(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What differs between trees, and between batches of other lengths. Triton compiles for the values of all numbers
-    in a tuple, so kernels take these as parameters of their own (see `for_any_length`). `seqlen_q` and `seqlen_k` count
-    the tokens of the tensors. Each head has `num_blocks` blocks, and a CTA computes one of them."""
+    """What differs between trees, and between batches of other lengths. Triton compiles for whether each number in a
+    tuple is 1 or a multiple of 16, so kernels take these as parameters of their own (see `for_any_length`). The tensors
+    have `seqlen_q` and `seqlen_k` tokens. Each head has `num_blocks` blocks, and a CTA computes one of them."""
 
     num_sequences: Any
     seqlen_q: Any

@@ -126,9 +126,10 @@ class Sequences:
         return (UNEVEN,) if self.causal and q.shape[1] != k.shape[1] else ()
 
     def window_within(self, tokens: int) -> int:
-        """The window, at most `tokens`: the queries and keys of a sequence together. A larger window hides nothing, and
-        would overflow the kernels' 32-bit sums. `UNLIMITED` if there is no window."""
-        return UNLIMITED if self.sliding_window is None else min(self.sliding_window, tokens)
+        """The window, at most `tokens`, the queries and keys of a sequence together, up to a multiple of 16, for which
+        Triton compiles. A larger window hides nothing, and would overflow the kernels' 32-bit sums. `UNLIMITED` if
+        there is no window."""
+        return UNLIMITED if self.sliding_window is None else min(self.sliding_window, -(-tokens // 16) * 16)
 
     def blocks(self, cu_seqlens: torch.Tensor | None, tokens: int, block: int) -> int:
         """The blocks of each sequence of a batch, or of all packed ones, for one head."""

@@ -37,7 +37,7 @@ _OF_REQUESTS: Final = (
     ("request_generation_tokens", "Tokens of an answer.", _TOKENS),
     ("request_max_num_generation_tokens", "Tokens of a prompt's longest answer.", _TOKENS),
     ("request_params_n", "Answers to a prompt that are asked for (n).", (1, 2, 5, 10, 20, 50, 100)),
-    ("request_params_max_tokens", "Most tokens of an answer, where a request says it (max_tokens).", _TOKENS),
+    ("request_params_max_tokens", "Most tokens of an answer (max_tokens), where there is a limit.", _TOKENS),
 )
 _OTHER_VERSION: Final = 505  # the client's fault, though its number is among the server's
 _KEPT_TIMES: Final = 2000  # to a first token

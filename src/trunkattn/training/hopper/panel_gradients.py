@@ -107,9 +107,9 @@ def _kept_task(WARPGROUP: gl.constexpr, memory):
 
 @gluon.jit
 def _hidden_zero(index, MASK: gl.constexpr, C: gl.constexpr):
-    """Returns 0. Where there are blocks of which queries see a part, the compiler does not know this in all blocks but
-    those without a mask. So it computes the places of keys and values in shared memory again for each block, which
-    takes fewer registers."""
+    """Returns 0. Where there are blocks of which queries see a part, the compiler knows this only in blocks without a
+    mask. In the others it computes the places of keys and values in shared memory again for each block, which takes
+    fewer registers."""
     if MASK == ALL_SEEN or not sees_parts(C):
         return 0
     else:
