@@ -73,8 +73,8 @@ def test_edges_of_a_tree_may_just_reach_a_block(lengths: tuple[int, ...], window
 
 
 def test_a_window_is_no_wider_than_what_it_could_hide() -> None:
-    """Else places plus or minus the window would not fit 32 bits on a card."""
-    for window, within in ((None, UNLIMITED), (7, 7), (103, 103), (UNLIMITED, 103)):
+    """Else places plus or minus the window would not fit 32 bits on a card. 112 is the next multiple of 16."""
+    for window, within in ((None, UNLIMITED), (7, 7), (103, 103), (112, 112), (113, 112), (UNLIMITED, 112)):
         assert Sequences(False, 1.0, sliding_window=window).window_within(103) == within
 
 

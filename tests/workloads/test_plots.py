@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.page.plots.__main__ import DRAWN_BY_RUNS, PICTURES, PLOTS, Plot
 
-BY_HAND = {"live-page": "a browser on the path /live of a server"}
+BY_HAND = dict.fromkeys(("live-page", "live-page-phone"), "a browser on the first page of a server")
 
 
 def test_every_png_is_drawn_by_a_command() -> None:
