@@ -3,6 +3,7 @@ r"""FlashAttention for training beside its peers: forward and backward of batche
     python -m benchmarks.kernels.flash_training                     # five shapes; results/flash-training-CARD.json
     python -m benchmarks.kernels.flash_training --grid --wide --attentions default with_flash_attention_4 own \
         torch_cudnn flash_attention_4
+    python -m benchmarks.kernels.flash_training --grid --wide --add flex_attention flash_attention_3 deterministic
     python -m benchmarks.kernels.flash_training --shapes "full 4x4096 32/32 D 128" "causal 2x8192 16/16 D 192/128"
     python -m benchmarks.kernels.flash_training --device cpu --shapes "causal 2x64 4/2 D 32"  # keeps nothing
 
@@ -14,7 +15,9 @@ says how times are taken. Outputs and gradients of one sequence and one KV head 
 float32. --untimed only compares, which compiles every kernel: several processes can do so at once, before one measures.
 
 The result has one row a shape, {"shape", "date", "commit", ATTENTION: cell, ...}, and each row is of one process: rows
-of shapes that are measured again are replaced whole. A cell is {"forward", "backward", "both": {"ms", "tflops"},
+of shapes that are measured again are replaced whole. --add measures what rows lack, with `default` and `own` beside it:
+training_rows.py says how it is kept. Each shape is kept when it is measured, so that a run that was ended goes on by
+the same command. A cell is {"forward", "backward", "both": {"ms", "tflops"},
 "timed_by", "error", "peak_mb"}, or {"missing": reason}, or {"wrong": error}; of the first two it names the "kernel",
 too.
 `checks` are from training_checks.py.
@@ -22,7 +25,7 @@ too.
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,6 +34,7 @@ import torch
 
 from benchmarks.kernels.training_cells import Inputs, Results, measure, random_inputs, relative_error, shown
 from benchmarks.kernels.training_peers import ATTENTIONS, Shape, parse_shape
+from benchmarks.kernels.training_rows import earlier_rows, to_add, with_added
 from benchmarks.lib.internals import training_kernel
 from benchmarks.lib.options import parsed_by, usable_device
 from benchmarks.lib.report import read_result, short_name, with_earlier, write_result
@@ -115,6 +119,16 @@ def keep(card: str, rows: list[dict[str, Any]]) -> None:
     write_result(name, {"card": card, "rows": with_earlier(name, rows, ("shape",)), **checks}, "triton")
 
 
+def rows_of(shapes: Iterable[Shape], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured, and with --add those that the result has, once they lack nothing."""
+    earlier = earlier_rows("flash-training", "shape", options.device)
+    for shape in shapes:
+        row = earlier.get(shape.name, {})
+        if attentions := to_add(row, options.add) if options.add else options.attentions:
+            found = row_of(shape, attentions, options.device, not options.untimed)
+            yield with_added(row, found) if options.add else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,15 +144,19 @@ def main() -> None:
     )
     parser.add_argument("--grid", action="store_true", help="lengths of 512 to 16k, 16k tokens in all")
     parser.add_argument("--wide", action="store_true", help="heads of 96, 192 with values of 128, and 256")
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--attentions", nargs="+", choices=ATTENTIONS, default=list(ATTENTIONS), help="what to measure; default: all"
+    )
+    chosen.add_argument(
+        "--add", nargs="+", choices=ATTENTIONS, default=[], help="measure these where rows of the result lack them"
     )
     parser.add_argument("--untimed", action="store_true", help="compare results only; keep nothing")
     options = parser.parse_args()
     shapes = [*options.shapes, *GRID * options.grid, *WIDE * options.wide] or list(SHAPES)
     rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        rows.append(row_of(shape, options.attentions, options.device, not options.untimed))
+    for row in rows_of(shapes, options):
+        rows.append(row)
         if options.device == "cuda" and not options.untimed:
             keep(torch.cuda.get_device_name(), rows)
 

@@ -142,7 +142,7 @@ def flash_attention_3(shape: Shape, device: str) -> Attend:
         out: torch.Tensor = peer.flash_attn_varlen_func(
             *packed, shape.length, ends, shape.length, cu_seqlens_k=ends, causal=shape.causal
         )
-        return out.view(q.shape)
+        return out.unflatten(0, q.shape[:2])
 
     return attend
 

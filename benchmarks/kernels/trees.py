@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.trees                                              # results/trees-CARD.json
     python -m benchmarks.kernels.trees --trees "2048 + 16x1024" --attentions default cudnn_flex
+    python -m benchmarks.kernels.trees --add deterministic                          # what rows lack
     python -m benchmarks.kernels.trees --plans                                      # only new trees' plans
     python -m benchmarks.kernels.trees --device cpu --trees "16 + 3x8" --heads 4/2 --head-dim 32    # keeps nothing
 
@@ -13,7 +14,8 @@ lengths differ. Each is measured if it imports. training_cells.py says how times
 own work, of `repeated` of its own. Outputs and gradients are compared with those of repeated sequences in our own
 kernels.
 
-The result has one row a tree, of one process each: rows of trees that are measured again are replaced whole. Besides
+The result has one row a tree, of one process each: rows of trees that are measured again are replaced whole. --add
+measures what rows lack, with `default` and `own` beside it: training_rows.py says how it is kept. Besides
 cells, as in flash_training.py, a row has "tokens", "repeated_tokens", "heads", "head_dim", "work_ratio" (repeated work
 over the tree's own: what `repeated` should take more), "token_ratio", and "plan": milliseconds of the host and the
 device until a new tree is ready, of the tree itself ("tree"), its tables on the device ("tables"), cuDNN's plan of it
@@ -23,7 +25,7 @@ keeps them with their date and commit in rows that the file has.
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -39,6 +41,7 @@ from benchmarks.kernels.training_cells import (
     relative_error,
     shown,
 )
+from benchmarks.kernels.training_rows import earlier_rows, to_add, with_added
 from benchmarks.kernels.tree_attentions import ATTENTIONS, cudnn_plan, flex_mask, repeat, repeated
 from benchmarks.lib.internals import own_flash_attention, own_training_kernels, training_kernel
 from benchmarks.lib.options import accepted_by, integer, usable_device
@@ -180,6 +183,23 @@ def parse_heads(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows as they are measured, and with --add those that the result has, once they lack nothing.
+
+    Raises:
+        SystemExit: those have other heads.
+    """
+    earlier = earlier_rows("trees", "tree", options.device)
+    heads = "{}/{}".format(*options.heads), options.head_dim
+    for name in options.trees:
+        row = earlier.get(name, {})
+        if options.add and row and heads != (there := (row["heads"], row["head_dim"])):
+            raise SystemExit("--add: the row of {} has heads of {} × {}; add to it with these".format(name, *there))
+        if attentions := to_add(row, options.add) if options.add else options.attentions:
+            found = row_of(name, options.heads, options.head_dim, attentions, options.device, not options.untimed)
+            yield with_added(row, found) if options.add else found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -191,10 +211,14 @@ def main() -> None:
         nargs="+",
         type=accepted_by(parse_training_tree),
         default=TREES,
-        help='such as "2048 + 16x1024"; default: eight',
+        help='such as "2048 + 16x1024"; default: eleven',
     )
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--attentions", nargs="+", choices=NAMES, default=list(NAMES), help="what to measure; default: all"
+    )
+    chosen.add_argument(
+        "--add", nargs="+", choices=NAMES, default=[], help="measure these where rows of the result lack them"
     )
     parser.add_argument("--heads", type=parse_heads, default=(32, 8), help="query heads / KV heads; default: 32/8")
     parser.add_argument("--head-dim", type=integer(1, 256), default=128, help="default: 128")
@@ -205,10 +229,8 @@ def main() -> None:
         measure_plans(options.trees, options.heads, options.head_dim, options.device)
         return
     rows: list[dict[str, Any]] = []
-    for text in options.trees:
-        rows.append(
-            row_of(text, options.heads, options.head_dim, options.attentions, options.device, not options.untimed)
-        )
+    for row in rows_of(options):
+        rows.append(row)
         if options.device == "cuda" and not options.untimed:
             card = torch.cuda.get_device_name()
             name = f"trees-{short_name(card)}"

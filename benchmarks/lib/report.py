@@ -81,11 +81,11 @@ def write_result(name: str, figures: dict[str, Any], *packages: str, path: Path 
 
 
 def with_earlier(name: str, rows: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of results/NAME.json, with these in place of those that have the same `keys`, or after them. New ones
-    name their commit and their date."""
+    """The rows of results/NAME.json, with these in place of those that have the same `keys`, or after them. Those that
+    do not name their commit and their date get them."""
     now = date_and_commit()
     merged = {tuple(row[key] for key in keys): row for row in read_result(name).get("rows", ())}
-    merged |= {tuple(row[key] for key in keys): row | now for row in rows}
+    merged |= {tuple(row[key] for key in keys): row if "date" in row else row | now for row in rows}
     return list(merged.values())
 
 

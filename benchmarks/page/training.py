@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks.kernels.flash_training import SHAPES, WIDE
+from benchmarks.kernels.training_rows import of_one_process
 from benchmarks.page.common import NOTICEABLE, Loss, Section, and_, card_of, exists, folded, load, sources, span, table
 from benchmarks.workloads.training_trees import parse_training_tree
 from trunkattn.training.spec import FEW_KEYS
@@ -27,6 +28,7 @@ PEERS: Final = MappingProxyType(
         "flash_attention_4": "FlashAttention-4", "flash_attention_3": "FlashAttention-3",
     }
 )  # fmt: skip
+NAMES: Final = MappingProxyType({**OURS, **PEERS})
 TREE_PEERS: Final = MappingProxyType(
     {
         "cudnn_flex": "cuDNN flex", "flex_attention": "FlexAttention",
@@ -39,7 +41,9 @@ FEWEST: Final = 4  # lengths of which a mean is shown
 COMPARED: Final = (
     ("default", ("torch_cudnn",)),
     ("own", ("torch_flash",)),
+    ("own", ("flex_attention",)),
     ("deterministic", ("torch_flash",)),
+    ("deterministic", ("own",)),
     ("own", FASTEST),
     ("with_flash_attention_4", FASTEST),
 )
@@ -57,13 +61,16 @@ def ms_of(row: Row, way: str, part: str = "both") -> float | None:
 
 
 def speeds(rows: Iterable[Row], way: str, peers: Sequence[str], part: str = "both") -> list[float]:
-    """The speed of a way over that of the fastest of some peers, of each row that has both."""
-    found = []
-    for row in rows:
-        ours, theirs = ms_of(row, way, part), [ms for peer in peers if (ms := ms_of(row, peer, part))]
-        if ours and theirs:
-            found.append(min(theirs) / ours)
-    return found
+    """The speed of a way over that of the fastest of some peers, of each row that has both of one process."""
+    found = ([speed for peer in peers if (speed := speed_over(row, way, peer, part))] for row in rows)
+    return [min(each) for each in found if each]
+
+
+def speed_over(row: Row, way: str, peer: str, part: str) -> float | None:
+    """The speed of a way over a peer's; None: no process measured both."""
+    cells = of_one_process(row, way, peer)
+    ours, theirs = ms_of(cells, way, part), ms_of(cells, peer, part)
+    return theirs / ours if ours and theirs else None
 
 
 def with_all(rows: Iterable[Row], peers: Sequence[str]) -> list[Row]:
@@ -77,8 +84,13 @@ def rows_of(name: str) -> list[Row]:
 
 
 def measured(rows: Iterable[Row]) -> str:
-    """When rows were measured, and at which commits."""
-    runs = (f"{row['date']} at {row['commit']}" + (f" {row['source']}" if "source" in row else "") for row in rows)
+    """When rows were measured and what was added to them, and at which commits."""
+    rows = list(rows)
+    added = (cell["beside"] for row in rows for cell in row.values() if isinstance(cell, dict) and "beside" in cell)
+    runs = (
+        f"{row['date']} at {row['commit']}" + (f" {row['source']}" if "source" in row else "")
+        for row in (*rows, *added)
+    )
     return f"Measured {and_(dict.fromkeys(runs))}."
 
 
@@ -116,9 +128,7 @@ def batches() -> Section | None:
     if not cards:
         return None
     everywhere = [row for card in cards for row in named(card)]
-    ways = {
-        way: name for way, name in {**OURS, **PEERS}.items() if any(ms_of(row, way, "forward") for row in everywhere)
-    }
+    ways = {way: name for way, name in NAMES.items() if any(ms_of(row, way, "forward") for row in everywhere)}
     rows: list[list[object]] = []
     losses: list[Loss] = []
     for card in cards:
@@ -138,7 +148,7 @@ TFLOP/s forward / backward, bf16, FlashAttention-3 forward only. "TrunkAttention
 gets: PyTorch's cuDNN, and our own kernels for the passes in which they are faster. "With FlashAttention-4" is what a
 user gets who installs the extra `flash-attn-4`. "Own kernels" are what it takes elsewhere. Then ratios of speeds: what
 a user gets over PyTorch's cuDNN, both passes; own kernels over the faster of cuDNN and FlashAttention-4, where both
-were measured.
+were measured. Columns may be of several runs, each ratio is of one.
 {measured(everywhere)}
 
 {table(head, rows, 2)}
@@ -196,11 +206,11 @@ def lengths() -> Section | None:
                 parts = [speeds(with_all(found, peers), way, peers, part) for part in PARTS]
                 if len(parts[-1]) < FEWEST:
                     continue
-                than = "the faster of both" if len(peers) > 1 else PEERS[peers[0]]
+                than = "the faster of both" if len(peers) > 1 else NAMES[peers[0]]
                 means = [geometric_mean(part) for part in parts]
                 shown = [f"{mean:.2f}" for mean in (*means, min(parts[-1]))]
                 rows.append([card_of(name), f"{mask} {heads}", OURS[way], than, len(parts[-1]), *shown])
-                if 1 / min(means) > NOTICEABLE and len(peers) == 1:
+                if 1 / min(means) > NOTICEABLE and peers[0] in PEERS and len(peers) == 1:
                     where = f"training, {card_of(name)}, {OURS[way]}, {mask} {heads}, all lengths, worst pass"
                     losses.append(Loss(where, than, 1 / min(means)))
     if not rows:
@@ -238,7 +248,8 @@ def trees() -> Section | None:
     if not names:
         return None
     all_rows = [row for name in names for row in rows_of(name)]
-    ways = {"default": "TrunkAttention", "own": "own kernels", **TREE_PEERS, "repeated": "repeated"}
+    ours = {way: OURS[way] for way in ("default", *OWN)}
+    ways = {**ours, **TREE_PEERS, "repeated": "repeated"}
     ways = {way: name for way, name in ways.items() if any(ms_of(row, way) for row in all_rows)}
     rows = [
         [card_of(name), row["tree"], *(passes(row, way) for way in ways), *gain(row), f"{row['work_ratio']:.2f}"]

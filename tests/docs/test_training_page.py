@@ -142,3 +142,17 @@ def test_checks_count_the_runs_that_differ(results: Path) -> None:
     assert made and "0 of 1,000 over `causal 1x2048` and 3 of 1,000 over `8 + 2x4`" in made.text
     assert "16,384 tokens take 338 MB" in made.text.replace("\n", " ")
     assert "| float16 | dq | 0.58 | 0.50 |" in made.text
+
+
+def test_cells_that_were_added_are_compared_with_what_was_measured_beside_them(results: Path) -> None:
+    beside = {"own": cell(1, 2), "default": cell(0.5, 1), "date": "2026-12-01", "commit": "def5678"}
+    added = {"flex_attention": cell(2, 4) | {"beside": beside}, "deterministic": cell(1, 5) | {"beside": beside}}
+    write(results, "flash-training-h100", [batch(shape.name) | added for shape in GRID[:6]])
+    made, found = training.batches(), training.lengths()
+    assert made and found and "Measured 2026-11-27 at abc1234 and 2026-12-01 at def5678." in made.text
+    ratios = {tuple(line.split(" | ")[2:4]): line.split(" | ")[4:8] for line in found.text.splitlines()}
+    assert ratios["own kernels", "FlexAttention"] == ["6", "2.00", "2.00", "2.00"]
+    assert ratios["own kernels, deterministic", "own kernels"] == ["6", "1.00", "0.40", "0.50"]
+    assert ratios["own kernels", "PyTorch flash"] == ["6", "1.00", "1.20", "1.14"]
+    assert ("own kernels, deterministic", "PyTorch flash") not in ratios
+    assert not any("own kernels" in than for _, than in losses(found))

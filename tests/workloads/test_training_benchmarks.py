@@ -1,7 +1,10 @@
 """The benchmarks of training on a CPU: their shapes and trees, what is compared with what, and a tiny run of each."""
 
+import argparse
+import json
 import math
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,10 @@ import torch
 from benchmarks.kernels import flash_training, training_block, training_checks, tree_attentions, trees
 from benchmarks.kernels.training_cells import Inputs, both_passes, measure, random_inputs, relative_error
 from benchmarks.kernels.training_peers import ATTENTIONS, Shape, parse_shape
+from benchmarks.kernels.training_rows import of_one_process, to_add, with_added
 from benchmarks.kernels.tree_attentions import paths, repeat, repeated
+from benchmarks.lib import report
+from benchmarks.lib.report import read_result, with_earlier, write_result
 from benchmarks.workloads.training_trees import TREES, parse_training_tree
 from tests.workloads.scripts import refusal
 from trunkattn import flash_attention
@@ -112,6 +118,47 @@ def test_a_tiny_run_of_batches() -> None:
         assert set(row[name]) >= {"forward", "backward", "both"}
     untimed = flash_training.row_of(TINY, ["default"], "cpu", timed=False)
     assert set(untimed["default"]) == {"error", "kernel"}
+
+
+def test_cells_that_are_added_compare_with_those_of_their_process() -> None:
+    row = flash_training.row_of(TINY, ["default", "own", "torch_cudnn"], "cpu") | {"date": "then", "commit": "a"}
+    assert to_add(row, ["own", "torch_flash", "torch_cudnn"]) == ["default", "own", "torch_flash", "torch_cudnn"]
+    later = flash_training.row_of(TINY, to_add(row, ["torch_flash", "deterministic"]), "cpu")
+    both = json.loads(json.dumps(with_added(row, later)))  # what a result keeps
+    assert {name: both[name] for name in row} == row and not to_add(both, ["own", "torch_flash", "deterministic"])
+    beside = both["torch_flash"]["beside"]
+    assert beside["own"] == later["own"] and beside["date"] != "then" and "torch_cudnn" not in beside
+    assert of_one_process(both, "own", "default") == both == of_one_process(both, "deterministic", "torch_flash")
+    for names in (("own", "torch_flash"), ("torch_flash", "own")):
+        cells = of_one_process(both, *names)
+        assert cells["own"] == later["own"] and cells["torch_flash"] == both["torch_flash"]
+    assert "torch_cudnn" not in of_one_process(both, "torch_cudnn", "deterministic")
+    assert with_added({}, later) == later
+
+
+def test_a_run_adds_what_rows_lack_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    options = argparse.Namespace(device="cpu", untimed=False, attentions=["own", "flash_attention_4"], add=[])
+    options.trees, options.heads, options.head_dim = TINY_TREES[:2], (4, 2), 16
+    full = TINY._replace(causal=False)
+    for benchmark, key, run in (
+        ("flash-training-cpu", "shape", lambda: flash_training.rows_of((TINY, full), options)),
+        ("trees-cpu", "tree", lambda: trees.rows_of(options)),
+    ):
+        options.add, options.attentions = [], ["own"]
+        first = list(run())
+        write_result(benchmark, {"rows": [row | {"date": "then", "commit": "a"} for row in first]})
+        options.add = ["deterministic"]
+        for row in run():  # one by one, as a run that is ended does
+            write_result(benchmark, {"rows": with_earlier(benchmark, [row], (key,))})
+            break
+        kept = read_result(benchmark)["rows"]
+        assert "deterministic" in kept[0] and "deterministic" not in kept[1]
+        assert kept[0]["date"] == "then" and kept[0]["own"] == first[0]["own"]
+        assert [row[key] for row in run()] == [first[1][key]]
+    options.heads = (4, 4)
+    with pytest.raises(SystemExit, match=r"row of 16 \+ 3x8 has heads of 4/2 × 16; add to it with these"):
+        list(trees.rows_of(options))
 
 
 @pytest.mark.parametrize("name", TINY_TREES[:2])
