@@ -174,6 +174,31 @@ class Server:
         return go_on
 
 
+def connected(server: Server) -> socket.socket:
+    where = urlsplit(server.url)
+    connection = socket.create_connection((where.hostname, where.port))
+    connection.settimeout(PATIENCE)
+    return connection
+
+
+def whole_answer(server: Server, sent: bytes | str) -> tuple[int, dict[str, str], str]:
+    """The status, the headers and the body of what the server answers to some bytes."""
+    with connected(server) as connection:
+        connection.sendall(sent.encode() if isinstance(sent, str) else sent)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    head, _, body = received.decode().partition("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def count_of(server: Server, path: str, status: int) -> float:
+    """How many requests of a path were answered with a status."""
+    registry, labels = server.app.state.service.metrics.registry, {"path": path, "status": str(status)}
+    return registry.get_sample_value("trunkattn_http_requests_total", labels) or 0.0
+
+
 @pytest.fixture(scope="session")
 def start_server(folder: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers with options of `ServerOptions`, and ends them all."""

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from trunkattn.server import ServerOptions, limits, middleware, running
 from trunkattn.server.service import Caller
 
-from .conftest import PATIENCE, Server, wait_for
+from .conftest import PATIENCE, Server, connected, count_of, wait_for, whole_answer
 
 END = "\r\nConnection: close\r\n\r\n"
 
@@ -29,22 +29,10 @@ def guarded(start_server: Callable[..., Server]) -> Server:
     return start_server(api_keys=("key",))
 
 
-def connected(server: Server) -> socket.socket:
-    where = urlsplit(server.url)
-    connection = socket.create_connection((where.hostname, where.port))
-    connection.settimeout(PATIENCE)
-    return connection
-
-
 def answer(server: Server, sent: bytes | str) -> tuple[int, str]:
     """The status and the body of what the server answers to some bytes."""
-    with connected(server) as connection:
-        connection.sendall(sent.encode() if isinstance(sent, str) else sent)
-        received = b""
-        while part := connection.recv(1 << 16):
-            received += part
-    head, _, body = received.partition(b"\r\n\r\n")
-    return int(head.split()[1]), body.decode()
+    status, _, body = whole_answer(server, sent)
+    return status, body
 
 
 @pytest.mark.parametrize(
@@ -129,43 +117,9 @@ def test_what_the_whole_server_can_be_asked(server: Server) -> None:
     assert answer(server, f"OPTIONS * HTTP/1.1\r\nHost: localhost{END}") == (204, "")
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "message"),
-    [
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64), 400, "TLS"),
-        (b"hello\n\n", 400, "illegal request line"),
-        (b"\0\0\0\0", 400, "illegal request line"),
-        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000, 431, "too long"),
-        (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "expected HTTP/1.1"),
-    ],
-)
-def test_bytes_that_are_no_request_are_told_why(server: Server, sent: bytes, status: int, message: str) -> None:
-    answered, body = answer(server, sent)
-    error = json.loads(body)["error"]["message"]
-    assert answered == status and message in error and "expected" in error and "bytearray" not in error
-
-
-def test_a_body_comes_in_so_many_chunks_and_no_more(server: Server) -> None:
-    """Each takes the event loop as long as a large one, and all other clients wait meanwhile."""
-    most = limits.LIMITS.chunks
-    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked{END}"
-    body = json.dumps({"prompt": "trunk"})
-    for num_chunks in (most, most + 1, 10 * most):
-        text = body.ljust(num_chunks)
-        status, answered = answer(server, head + "".join(f"1\r\n{one}\r\n" for one in text) + "0\r\n\r\n")
-        assert status == (413 if num_chunks > most else 200), answered
-    assert f"more than {most} chunks: expected larger ones" in json.loads(answered)["error"]["message"]
-
-
 def counts_of(server: Server, path: str) -> list[float]:
     """How many requests of a path were answered with 499 and with 500."""
-    metrics = server.get("/metrics").text
-    names = [f'trunkattn_http_requests_total{{path="{path}",status="{status}"}} ' for status in (499, 500)]
-    return [
-        sum(float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name)) for name in names
-    ]
+    return [count_of(server, path, status) for status in (499, 500)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
@@ -312,28 +266,6 @@ def test_a_connection_does_not_rest_for_ever(start_server: Callable[..., Server]
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         while connection.recv(1 << 16):
             pass
-
-
-def test_who_is_refused_within_a_body_does_not_stay(
-    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may send for a while, so that it sees why, and is then closed."""
-    monkeypatch.setattr(running, "LIMITS", limits.RequestLimits(header_seconds=1.0))
-    with connected(start_server()) as connection:
-        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
-        received = b""
-        while part := connection.recv(1 << 16):
-            received += part
-        assert received.startswith(b"HTTP/1.1 400")
-
-        def is_closed() -> bool:
-            try:
-                connection.sendall(b"1\r\nx\r\n")
-            except (BrokenPipeError, ConnectionResetError):
-                return True
-            return False
-
-        wait_for(is_closed)
 
 
 def half_closed(server: Server, sent: bytes) -> bytes:

@@ -23,7 +23,7 @@ from trunkattn.server.engine_loop import Submission
 from trunkattn.server.prompts import conversation
 from trunkattn.server.prompts.template_clock import TemplateTimeout, template_clock
 
-from .conftest import PATIENCE, Server, wait_for
+from .conftest import PATIENCE, Server, count_of, wait_for, whole_answer
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -354,19 +354,18 @@ def test_files_are_not_limited_more_than_they_must_be() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_busy_connections_make_no_room_and_the_log_says_so(
+def test_busy_connections_make_no_room_and_a_new_one_is_told_so(
     start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(running, "_limited_protocol", lambda: type("Few", (running.LimitedProtocol,), {"most": 1}))
     server = start_server()
-    where = urlsplit(server.url)
     go_on = server.stand_still(monkeypatch)
     with server.send({**BASE, "max_tokens": 40, "ignore_eos": True, "stream": True}) as busy:
         assert busy.recv(1) == b"H"
-        with socket.create_connection((where.hostname, where.port)) as refused, suppress(ConnectionResetError):
-            assert refused.recv(1) == b""
+        status, headers, body = whole_answer(server, "")
         go_on.set()
-    assert any("1 are busy" in record.message for record in caplog.records)
+    assert (status, headers["retry-after"]) == (503, "1") and "1 connections are busy" in body
+    assert headers["x-request-id"] in caplog.text and count_of(server, "other", 503) == 1
 
 
 def test_a_bad_head_is_an_error_of_the_apis_shape(server: Server) -> None:

@@ -9,9 +9,9 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 from starlette.exceptions import HTTPException
@@ -32,7 +32,9 @@ _METHODS: Final = "GET, HEAD, OPTIONS, POST"
 _UNCOUNTED_BYTES: Final = 64 << 10  # bodies up to here are let in whatever else is being read
 _TOO_SLOW: Final = 408
 REQUEST_ID: Final = "request_id"  # in the state of a request
-_ID_HEADER: Final = b"x-request-id"
+ANSWERED: Final = "answered"  # there too: the status with which its connection has answered before the application
+ID_HEADER: Final = b"x-request-id"
+OTHER: Final = "other"  # the route of requests without one
 _OTHERS_ID: Final = re.compile(rb"[!-~]{1,128}")
 _DRAINED_BYTES: Final = 256 << 20
 _DRAIN_SECONDS: Final = 10.0
@@ -91,6 +93,13 @@ class ReadRest:
             ending.cancel()
 
 
+def name_request(state: dict[str, Any], headers: Iterable[tuple[bytes, bytes]] = ()) -> str:
+    """The id of a request, which its state keeps: the one that the client sends in a header, or a new one."""
+    given = dict(headers).get(ID_HEADER, b"")
+    name: str = state.setdefault(REQUEST_ID, given.decode() if _OTHERS_ID.fullmatch(given) else uuid.uuid4().hex)
+    return name
+
+
 class NameRequests:
     """Gives each request an id: the one that the client, or a proxy before it, sends in a header, or a new one. The
     response has it in the same header, and its JSON and its lines of the log have it after a prefix."""
@@ -101,21 +110,19 @@ class NameRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(_ID_HEADER, b"")
-        own = given if _OTHERS_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})[REQUEST_ID] = own.decode()
+        own = name_request(scope.setdefault("state", {}), scope["headers"]).encode()
 
         async def begin(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (_ID_HEADER, own)]}
+                message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, own)]}
             await send(message)
 
         await self._app(scope, receive, begin)
 
 
 class CountRequests:
-    """Counts every request by its route and status. Paths that do not exist count as one route, so that nobody can fill
-    the memory with them."""
+    """Counts every request by its route and the status that its client gets. Paths that do not exist count as one
+    route, so that nobody can fill the memory with them."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
@@ -125,9 +132,10 @@ class CountRequests:
             return await self._app(scope, receive, send)
 
         async def count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.requests.labels(self._route(scope), str(message["status"])).inc()
             await send(message)
+            if message["type"] == "http.response.start":
+                status = scope.get("state", {}).get(ANSWERED, message["status"])
+                self._metrics.requests.labels(self._route(scope), str(status)).inc()
 
         await self._app(scope, receive, count)
 
@@ -135,7 +143,7 @@ class CountRequests:
         """The route of a request, such as /v1/models/{name}."""
         asked = {**scope, "root_path": ""}  # a mounted folder sets root_path to its own name
         found = (route for route in self._routes if route.matches(asked)[0] is not Match.NONE)
-        return next((route.path_format for route in found if isinstance(route, Route | Mount)), "other")
+        return next((route.path_format for route in found if isinstance(route, Route | Mount)), OTHER)
 
 
 class AnswerErrors:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trunkattn.server.errors import error_body
 from trunkattn.server.limits import LIMITS
+from trunkattn.server.middleware import ANSWERED, ID_HEADER, OTHER, name_request
 from trunkattn.server.options import ServerOptions
 
 _LOG: Final = logging.getLogger(__name__)
@@ -81,11 +82,10 @@ class LimitedProtocol(H11Protocol):
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
             oldest = min(idle, key=lambda one: one._idle_since, default=self)
             if oldest is self:
-                _LOG.warning(
-                    "A new connection was closed: %d are busy, as many as the open files of this process allow.",
-                    self.most,
-                )
-            oldest.transport.abort()
+                self._refuse(503, f"{self.most} connections are busy, as many as its open files allow; try again")
+                self.transport.close()
+            else:
+                oldest.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection of a client that sends no more, as `nc -N` does, until what it has asked for is
@@ -150,23 +150,38 @@ class LimitedProtocol(H11Protocol):
         elif error is not None:
             reason = str(error).partition(": bytearray")[0]
             msg = f"the bytes are not HTTP/1.1 ({reason}): expected a request line, headers with one Host, and a body"
-        _LOG.warning("A connection was closed: %s.", msg)
-        body = json.dumps(error_body(status, msg)).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        if self._is_busy:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self._is_refused = True
+        self._refuse(status, msg)
         self.transport.write_eof()
         self.flow.resume_reading()
         self._arm(LIMITS.header_seconds)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers a request that has not been understood, or whose body has not, unless an answer has begun."""
+        is_named = self._is_busy
+        state, sent = (self.scope["state"], self.headers) if is_named else ({}, ())
+        name = name_request(state, sent)
+        _LOG.warning("Request %s: its connection was closed with status %d: %s.", name, status, message)
+        body = json.dumps(error_body(status, message)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (ID_HEADER, name.encode()),
+            (b"connection", b"close"),
+        ]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
+        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if is_named:
+                state[ANSWERED] = status  # what counts requests looks there
+            else:
+                app: Any = self.config.app
+                app.state.service.metrics.requests.labels(OTHER, str(status)).inc()
+        if is_named:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._is_refused = True
 
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing. Java's clients ask for HTTP/2 with each request, and a server may ignore that."""
