@@ -260,7 +260,7 @@ DEEP = PrefixTree.from_segments([-1, *range(39)], [7] * 40)
 BUSHY = PrefixTree.from_segments([-1, *[0] * 20, -1, 21, 22, 22], [333, *[37] * 20, 1, 127, 129, 200])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("tree", [DEEP, BUSHY])
 def test_trees_of_short_segments(tree: PrefixTree, head_dims: tuple[int, int]) -> None:
     check(
@@ -365,7 +365,7 @@ def test_nan_of_a_packed_sequence_stays_in_it() -> None:
     assert found[:100].isnan().all() and torch.equal(found[100:], expected[100:])
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_hopper_kernels_for_the_sanitizer(
     monkeypatch: pytest.MonkeyPatch, is_tree: bool, head_dims: tuple[int, int]
