@@ -1,5 +1,6 @@
 """`PrefixTree`, and `flash_attention` over one on a CPU against every sequence by itself."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from trunkattn import PrefixTree, flash_attention
 from trunkattn.training import cpu_blocks
 from trunkattn.training import tree_formats as formats
 from trunkattn.training.cpu_blocks import CpuSequence
+from trunkattn.training.prefix_tree import PackedTree
 from trunkattn.training.sequences import Sequences, table_length
 
 from ..attention.cases import fraction
@@ -168,6 +170,10 @@ def pack_of_a_tangent() -> None:
         segments(-1).pack([forward_ad.make_dual(torch.ones(2), torch.ones(2))])
 
 
+def pack_with(weight: float) -> PackedTree:
+    return segments(-1, 0, 0).pack([[1, 1, 1, 1], torch.tensor([1, 1, weight, math.inf], dtype=F64)])
+
+
 BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sequences is empty: expected at least one", lambda: PrefixTree.from_sequences([])),
     ("sequences[1] is empty: expected at least one token", lambda: PrefixTree.from_sequences([[1], []])),
@@ -225,6 +231,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: segments(-1).pack([torch.ones(2, requires_grad=True)]),
     ),
     ("weights[0] is a dual tensor of forward-mode differentiation: expected no tangent, for", pack_of_a_tangent),
+    ("weights[1][2]=nan: expected a finite number, at most 3.403e+38 in size; 0", lambda: pack_with(math.nan)),
+    ("weights[1][2]=inf: expected a finite number, at", lambda: pack_with(math.inf)),
+    ("weights[1][2]=-1e+300: expected a finite number, at", lambda: pack_with(-1e300)),
+    ("weights of token 1 sum to -6e+38: expected a finite", lambda: segments(-1, 0, 0).pack([[0, -3e38, 0, 0]] * 2)),
     ("weights is a float: expected a list of lists or", lambda: segments(-1).pack(1.0)),  # type: ignore[arg-type]
     ("sequences[0] is a prefix of sequences[1]", lambda: PrefixTree.from_sequences([[1, 2], [1, 2, 3]])),
     ("sequences[1] is a prefix of sequences[0]", lambda: PrefixTree.from_sequences([[1, 2, 3], [1, 2]])),

@@ -140,6 +140,10 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         )
     ),
     ("ranges is a list: expected a torch.Tensor", lambda: formats.from_subtree_ranges([[0, 1]])),  # type: ignore
+    (
+        "ranges is nested: expected a dense tensor",
+        lambda: formats.from_subtree_ranges(torch.nested.nested_tensor([[0, 2], [1, 2]], layout=torch.jagged)),
+    ),
     ("ranges has shape (2,): expected (tokens, 2)", lambda: formats.from_subtree_ranges(torch.zeros(2))),
     ("ranges has shape (2, 3): expected", lambda: formats.from_subtree_ranges(torch.tensor([[0, 2, 2], [1, 2, 2]]))),
     (

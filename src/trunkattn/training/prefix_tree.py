@@ -7,7 +7,7 @@ the keys s with s <= t < subtree_end[s]: itself and its ancestors.
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -298,8 +298,8 @@ class PrefixTree:
             weights: for each sequence the weight [length] of each token's loss, a tensor or a list; None for 1.
 
         Raises:
-            ValueError, TypeError: the weights are no real numbers, one for each token of each sequence, or require a
-                gradient.
+            ValueError, TypeError: the weights are no finite real numbers, one for each token of each sequence, or
+                require a gradient.
         """
         sums = self._counts() if weights is None else self._sums(weights)
         starts, stops, parents, _ = self._segments.T
@@ -332,7 +332,10 @@ class PrefixTree:
                 expected = f"({len(own)},), the length of sequence {number}"
                 raise ValueError(f"weights[{number}] has shape {tuple(weight.shape)}: expected {expected}")
             sums.index_add_(0, own, weight.detach().to("cpu", torch.float64))
-        return sums.float().numpy()
+        found = sums.float()
+        if not torch.compiler.is_compiling() and not found.isfinite().all():
+            _refuse_weights(weights, sums)
+        return found.numpy()
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The values [length, ...] of each sequence from those of all packed tokens [num_tokens, ...].
@@ -394,6 +397,18 @@ def _real_numbers(name: str, value: Weights) -> torch.Tensor:
         check_memory(name, value)
     check_none(name, value, "packing records none; weigh the losses that unpack returns")
     return value
+
+
+def _refuse_weights(weights: Sequence[Weights], sums: torch.Tensor) -> NoReturn:
+    """Raises ValueError, as float32 does not hold the sum of some token's weights. It names the first weight that alone
+    is to blame, or else the token."""
+    expected = f"a finite number, at most {torch.finfo(torch.float32).max:.4g} in size"
+    for number, given in enumerate(weights):
+        weight = _real_numbers(f"weights[{number}]", given).detach().to("cpu", torch.float64)
+        for at in (~weight.float().isfinite()).nonzero().flatten().tolist():
+            raise ValueError(f"weights[{number}][{at}]={weight[at]:g}: expected {expected}; 0 leaves a token out")
+    token = int(sums.abs().argmax())
+    raise ValueError(f"weights of token {token} sum to {sums[token]:g}: expected {expected}")
 
 
 def _array_of_reals(name: str, value: Any, expected: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from trunkattn.numerics import MAX_INT32
 from trunkattn.training.prefix_tree import PrefixTree, check_is_tree
 from trunkattn.training.token_trie import Segments, Tokens, check_equal, check_list, integer_list, token_array
 from trunkattn.training.tree_segments import path_lengths
-from trunkattn.validate import check_int, described
+from trunkattn.validate import check_dense, check_int, described
 
 
 def from_paths(kv_index: Tokens, cu_seqlens_q: Tokens, cu_seqlens_k: Tokens) -> PrefixTree:
@@ -147,6 +147,7 @@ def from_subtree_ranges(ranges: torch.Tensor) -> PrefixTree:
     """
     if not isinstance(ranges, torch.Tensor):
         raise TypeError(f"ranges is {described(ranges)}: expected a torch.Tensor")
+    check_dense("ranges", ranges)
     if ranges.dim() != 2 or ranges.shape[1] != 2:
         raise ValueError(f"ranges has shape {tuple(ranges.shape)}: expected (tokens, 2)")
     for token, number in enumerate(token_array("ranges[:, 0]", ranges[:, 0]).tolist()):
