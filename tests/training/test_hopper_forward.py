@@ -34,6 +34,12 @@ COMPILE = str(Path(__file__).with_name("hopper_report.py"))
 FEW = ("64/64 tree", "dq 192/128 causal")  # all others are left to `make test-compile`
 SPILLED_AT_MOST = 400  # bytes of a thread's stack with Triton 3.9, outside of the loop over blocks without a mask
 DQ_SPILLED_AT_MOST = 600  # of the kernel of dq, as above
+# The same with a soft cap over packed sequences and over a tree, as found: the lab note of 2026-12-01 says that none of
+# these was timed.
+DQ_CAP_SPILLED_AT_MOST = {
+    "64/64": (72, 464), "96/96": (48, 40), "128/128": (48, 48), "192/128": (232, 368), "192/192": (264, 400),
+    "256/256": (184, 232), "128/256": (56, 112), "256/128": (88, 128),
+}  # fmt: skip
 NAME = "Hopper forward"
 PLAIN = TrainingConfig(128, BF16, 128, ("cu_seqlens_q",))  # which no other fast kernel computes
 
@@ -42,7 +48,7 @@ PLAIN = TrainingConfig(128, BF16, 128, ("cu_seqlens_q",))  # which no other fast
 def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
     for name, used in compile_report(COMPILE, *names).items():
         assert used["shared"] <= ARCHITECTURES[90].shared_per_cta, name
-        assert used["spilled"] <= (SPILLED_AT_MOST if not name.startswith("dq ") else DQ_SPILLED_AT_MOST), name
+        assert used["spilled"] <= spilled_at_most(name), name
         assert not used["serialized"], f"{name}: a product waits for the one before"
         assert 0 < used["barriers"] <= BAR_K_EMPTY.value < BAR_Q_EMPTY.value, name
         fills, acquires, products, releases = used["pipelines"]
@@ -50,6 +56,13 @@ def test_it_compiles_and_fits_the_card(names: tuple[str, ...]) -> None:
         assert acquires == fills + 1 + 2 * clears, f"{name}: something is filled that its consumers have not released"
         blocks = (releases - 2) // 2  # places in the code of both warpgroups that compute one
         assert products == blocks * parts_of(name), f"{name}: a product, or a warpgroup's queries, are not released"
+
+
+def spilled_at_most(name: str) -> int:
+    if not name.startswith("dq "):
+        return SPILLED_AT_MOST
+    _, head_dims, kind = name.split(" ", 2)
+    return DQ_CAP_SPILLED_AT_MOST[head_dims][kind.endswith("tree")] if "options" in kind else DQ_SPILLED_AT_MOST
 
 
 def parts_of(name: str) -> int:
