@@ -161,6 +161,10 @@ def test_a_tree_may_have_as_many_tokens_as_its_tables_count() -> None:
     assert PrefixTree.from_segments([-1, 0], [2**31 - 261, 1]).num_tokens == 2**31 - 260
 
 
+def test_the_largest_root_is_counted_with_all_below_it() -> None:
+    assert DEEP.work.largest == 300 + 40 + 270 + 33 + 290
+
+
 def segments(*parents: int, **options: Any) -> PrefixTree:
     return PrefixTree.from_segments(parents, [2] * len(parents), **options)
 
@@ -265,6 +269,12 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         "weights[0] has shape (3,): expected (4,), the length of sequence 0",
         lambda: segments(-1, 0).pack([torch.ones(3)]),
     ),
+    ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 0: expected", lambda: segments(*range(1, 7), 0)),
+    ("parents has a cycle, 0 -> 1 -> 2 -> 3 -> 4 -> 5 -> … -> 0: expected", lambda: segments(*range(1, 8), 0)),
+    ("tokens has 2 entries: expected 3", lambda: PrefixTree.from_subtree_end([3, 2, 3], tokens=[5, 6])),
+    ("position_ids[2]=2: expected 1", lambda: PrefixTree.from_subtree_end([3, 2, 3], position_ids=[0, 1, 2])),
+    ("values is a list: expected a torch.Tensor", lambda: segments(-1).unpack([1, 2])),  # type: ignore[arg-type]
+    ("values has shape (): expected (2, ...)", lambda: segments(-1).unpack(torch.tensor(1))),
     ("values has shape (3,): expected (4, ...)", lambda: segments(-1, 0).unpack(torch.zeros(3))),
     ("tree is a list: expected a trunkattn.PrefixTree", lambda: attend(tree=[1])),
     ("segments is a list: make a tree by a class method, such", lambda: PrefixTree([[1], [2]])),  # type: ignore

@@ -52,6 +52,14 @@ def test_paths_of_a_small_tree_are_as_by_hand() -> None:
     assert found == [[0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 1, 4, 5], [0, 2, 3, 4, 6], [0, 2, 5, 9, 13]]
 
 
+def test_paths_may_have_as_many_tokens_as_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_INT32", 13)
+    assert len(formats.to_paths(DEEP)[0]) == 13
+    monkeypatch.setattr(formats, "MAX_INT32", 12)
+    with pytest.raises(ValueError, match="tree has paths of 13 tokens together: expected at most 12"):
+        formats.to_paths(DEEP)
+
+
 @pytest.mark.parametrize(
     ("tensors", "dtypes"),
     [
@@ -110,6 +118,7 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
         lambda: formats.from_paths([0, 1], [0, 2], [0, 3]),
     ),
     ("cu_seqlens_k ends with 1: expected 2, the", lambda: formats.from_paths([0, 1], [0, 1], [0, 1])),
+    ("cu_seqlens_k[2]=3: expected a path that", lambda: formats.from_paths([0, 1, 2], [0, 2, 4], [0, 2, 3])),
     ("cu_seqlens_k[1]=1: expected a path that holds its segment", lambda: formats.from_paths([0], [0, 2], [0, 1])),
     (
         "cu_seqlens_k[1]=2: expected 1, as nothing is above the first segment",
@@ -154,6 +163,9 @@ BAD: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, 0], [-1, 0])),
     ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([-1, -1], [-1, -1])),
     ("group_ids[3]=1 comes again: expected each group in", lambda: formats.from_group_ids([0, 0, 1, 1], [0, 0, 0, 1])),
+    ("group_ids has padding, -1, before tokens", lambda: formats.from_group_ids([0, -1, 1], [0, -1, 0])),
+    ("parent_ids[0]=0: expected its own group, 7", lambda: formats.from_group_ids([7], [0])),
+    ("parent_ids[0]=-2: expected its own group, 7", lambda: formats.from_group_ids([7], [-2])),
     ("parent_ids[0]=3: expected its own group, 7", lambda: formats.from_group_ids([7], [3])),
     ("parent_ids[1]=5: expected its own group, 1, or 0, the last", lambda: formats.from_group_ids([0, 1], [0, 5])),
     ("parent_ids[2]=1: expected its own group, 2, or 0", lambda: formats.from_group_ids([0, 1, 2], [0, 0, 1])),
