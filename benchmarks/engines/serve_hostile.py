@@ -7,12 +7,11 @@
 
 A witness streams one greedy answer after another. Meanwhile a hostile client sends, one kind after another, what could
 stop, slow or fill a server: bodies that are large, deep or wrong, lists without end, forms that compile for minutes or
-overflow a stack, programs as templates, connections that say nothing. Every answer of the witness must be equal, no
-pause longer than half a second, no /health later than a fifth, and the server's memory at most 2 GiB above what it is
-at first. Last come the clients of `serve_load`, while all of
-it is sent again and again. The machine must be idle: what else it does pauses the witness too, so that the script first
-measures the pauses of a witness by itself. What sends has the lowest priority for the same reason. The result is
-written after every kind.
+overflow a stack, programs as templates, connections that say nothing or read nothing. Every answer of the witness must
+be equal, no pause longer than half a second, no /health later than a fifth, and the server's memory at most 2 GiB above
+what it is at first. Last come the clients of `serve_load`, while all of it is sent again and again. The machine must be
+idle: what else it does pauses the witness too, so that the script first measures the pauses of a witness by itself.
+What sends has the lowest priority for the same reason. The result is written after every kind.
 """
 
 import argparse
@@ -47,11 +46,12 @@ from benchmarks.engines.serve_load import (
 from benchmarks.lib.options import integer, usable_device
 from benchmarks.lib.report import environment, read_result, short_name, with_earlier, write_result
 from benchmarks.lib.smollm2 import save_folder
+from trunkattn.server.limits import LIMITS
 
 COMPLETE: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 NOTHING: Final = "nothing"
-OTHERS: Final = ("idle connections", "live pages", "everything at once")
+OTHERS: Final = ("idle connections", "refused bodies", "live pages", "everything at once")
 CLIENTS: Final = 32
 LOAD: Final = f"{CLIENTS} clients beside all of it"
 MAX_PAUSE_S: Final = 0.5
@@ -59,6 +59,8 @@ MAX_HEALTH_S: Final = 0.2
 MAX_GROWTH_MB: Final = 2048
 IDLE_CONNECTIONS: Final = 500
 LIVE_PAGES: Final = 100
+OPEN: Final = "still open"
+PATIENCE_S: Final = 600  # of a client: what is asked for of a CPU may take it minutes, and is no fault
 LOWEST_PRIORITY: Final = 19
 WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
 MESSAGES: Final = [{"role": "user", "content": "hi"}]
@@ -158,7 +160,7 @@ class Watch:
     def _witness(self) -> None:
         while not self._over.is_set():
             text, last = "", None
-            with httpx.stream("POST", self.url + COMPLETE, json=WITNESS, timeout=600) as response:
+            with httpx.stream("POST", self.url + COMPLETE, json=WITNESS, timeout=PATIENCE_S) as response:
                 for line in response.iter_lines():
                     if not line.startswith("data: {"):
                         continue
@@ -168,7 +170,7 @@ class Watch:
             self.texts.add(text)
 
     def _health(self) -> None:
-        with httpx.Client(base_url=self.url, timeout=600) as client:
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as client:
             while not self._over.wait(0.05):
                 began = time.perf_counter()
                 client.get("/health").raise_for_status()
@@ -191,7 +193,7 @@ def send(url: str, path: str, body: bytes, times: int) -> str:
     def one() -> None:
         try:
             headers = {"Content-Type": "application/json"}
-            seen.append(str(httpx.post(url + path, content=body, headers=headers, timeout=120).status_code))
+            seen.append(str(httpx.post(url + path, content=body, headers=headers, timeout=PATIENCE_S).status_code))
         except httpx.HTTPError as error:
             seen.append(type(error).__name__)
 
@@ -224,6 +226,33 @@ def hold_connections(url: str) -> str:
     for connection in held:
         connection.close()
     return f"{len(held)} held"
+
+
+def hold_refused(url: str) -> str:
+    """Opens connections whose body is refused, reads no answer, and goes on sending until the server closes them."""
+    where = urlsplit(url)
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    many = b"1\r\nx\r\n" * (LIMITS.chunks + 1)
+    held, end = [], time.monotonic() + 3 * LIMITS.header_seconds
+    for number in range(IDLE_CONNECTIONS):
+        held.append(socket.create_connection((where.hostname, where.port)))
+        held[-1].sendall(head + (b"zz\r\n" if number % 10 else many))
+    left = held
+    while left and time.monotonic() < end:
+        time.sleep(1)
+        left = [connection for connection in left if takes_more(connection)]
+    for connection in held:
+        connection.close()
+    return f"{len(held)} held, {len(left)} {OPEN}" if left else f"{len(held)} held, and closed by the server"
+
+
+def takes_more(connection: socket.socket) -> bool:
+    """Whether the server still takes what a connection sends."""
+    try:
+        connection.sendall(b"x")
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
 
 
 def open_pages(url: str) -> str:
@@ -283,7 +312,7 @@ def acts(folder: Path, names: Sequence[str], options: argparse.Namespace) -> dic
     kinds: dict[str, Act] = {NOTHING: partial(wait, options.seconds)}
     for name, (path, body) in hostile().items():
         kinds[name] = partial(send, path=path, body=body, times=options.times)
-    kinds |= dict(zip(OTHERS, (hold_connections, open_pages, send_everything), strict=True))
+    kinds |= dict(zip(OTHERS, (hold_connections, hold_refused, open_pages, send_everything), strict=True))
     if LOAD in names:
         kinds[LOAD] = partial(load, expected=expected_answers(folder, options.device), seconds=options.load_seconds)
     return {name: kinds[name] for name in names}
@@ -332,7 +361,7 @@ def bad_kinds(rows: Sequence[dict[str, Any]]) -> list[str]:
         if row["witness_answers"] > 1 or row["held_pages"] or row["health_s"] > MAX_HEALTH_S
         or (row["pause_s"] > MAX_PAUSE_S and row["kind"] != NOTHING)
         or row["memory_mb"] > rows[0]["memory_mb"] + MAX_GROWTH_MB
-        or any(wrong in row["answers"] for wrong in ("differs", "503"))  # 503: what should try a form did not run
+        or any(wrong in row["answers"] for wrong in ("differs", "503", OPEN))  # 503: what should try a form did not run
     ]  # fmt: skip
 
 

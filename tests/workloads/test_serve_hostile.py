@@ -20,6 +20,7 @@ HARM: list[dict[str, Any]] = [
     {"memory_mb": 3049.0},
     {"answers": "400,503"},
     {"answers": "good: differs 1"},
+    {"answers": "500 held, 1 still open"},
 ]
 
 
