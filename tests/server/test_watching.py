@@ -87,6 +87,23 @@ def test_finished_requests_count_under_vllms_names(server: Server, stream: bool)
     assert queue + inference == pytest.approx(grown("e2e_request_latency_seconds_sum"))
 
 
+def test_the_tokens_of_steps_and_the_cache_have_vllms_names(server: Server) -> None:
+    before = samples(server)
+    server.post("/v1/completions", {"prompt": [9] * 50, "n": 2, "max_tokens": 5, "ignore_eos": True})
+    after = samples(server)
+
+    def grown(name: str) -> float:
+        found = f"vllm:iteration_tokens_total_{name}]"
+        return after[found] - before.get(found, 0)
+
+    label = f"('model_name', '{NAME}')"
+    assert grown(f"sum[{label}") == 50 + 2 * 4
+    assert grown(f"count[{label}") == 5 and grown(f"bucket[('le', '2.0'), {label}") == 4  # all but that of the prompt
+    cache = server.llm.engine.scheduler.cache
+    labels = {"block_size": cache.page_size, "enable_prefix_caching": True, "num_gpu_blocks": cache.pool.num_pages}
+    assert after[f"vllm:cache_config_info{[(name, str(value)) for name, value in labels.items()]}"] == 1
+
+
 def test_what_waits_for_its_first_step_is_counted_as_waiting(server: Server) -> None:
     """An engine's thread that is busy for a time, as with a long step."""
     before = samples(server)

@@ -74,7 +74,7 @@ def create_app(llm: LLM, options: ServerOptions) -> FastAPI:
         >>> uvicorn.run(app)  # doctest: +SKIP
     """
     metrics = Metrics(options.served_model_name)
-    loop = EngineLoop(llm.engine, options.max_waiting)
+    loop = EngineLoop(llm.engine, options.max_waiting, metrics.step_tokens.observe)
     live = Live(llm, metrics, loop)
     metrics.watch(llm.engine, lambda: loop.num_waiting)
     service = Service(llm, loop, options, metrics)

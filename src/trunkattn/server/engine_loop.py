@@ -96,6 +96,7 @@ class EngineLoop:
     Args:
         engine: nobody else may use it from `start` to `stop`.
         max_waiting: requests that may wait, from their last byte to their first token.
+        stepped: called after each step, on the engine's thread, with the tokens that it computed; None: nothing is.
 
     Example:
         >>> loop = EngineLoop(LLM("path/to/model").engine, max_waiting=8)  # doctest: +SKIP
@@ -104,8 +105,9 @@ class EngineLoop:
         ...     print(output.outputs[0].text)
     """
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
+    def __init__(self, engine: Engine, max_waiting: int, stepped: Callable[[int], None] | None = None) -> None:
         self.engine = engine
+        self._stepped, self._num_computed = stepped, engine.stats.computed_tokens
         self.max_waiting = max_waiting
         self.num_waiting = 0  # requests without a first token
         self._watch: Callable[[Engine], None] | None = None
@@ -246,6 +248,10 @@ class EngineLoop:
         except Exception as error:  # whatever a model's code raises: the request that causes it ends, the others go on
             _LOG.exception("A step failed.")
             outputs = self.engine.blame(error)
+        if self._stepped is not None:
+            before, self._num_computed = self._num_computed, self.engine.stats.computed_tokens
+            if self._num_computed > before:
+                self._stepped(self._num_computed - before)
         for output in outputs:
             inbox = self._inboxes.get(output.request_id)
             if output.finished:

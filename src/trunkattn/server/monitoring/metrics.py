@@ -80,6 +80,14 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             gauge.add_metric([self._model], share)
             yield gauge
+        settings = {
+            "block_size": cache.page_size,
+            "num_gpu_blocks": pages,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in its labels.", labels=settings)
+        info.add_metric(list(map(str, settings.values())), 1)
+        yield info
 
 
 class Metrics:
@@ -111,6 +119,13 @@ class Metrics:
         text = "Tokens of prompts."
         self._vllm_prompt_tokens = Counter("vllm:prompt_tokens", text, _LABELS, registry=self.registry).labels(model)
 
+        self.step_tokens = Histogram(
+            "vllm:iteration_tokens_total",
+            "Tokens that go through the model in a step.",
+            _LABELS,
+            buckets=_TOKENS,
+            registry=self.registry,
+        ).labels(model)
         self._of_requests = {
             name: Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry).labels(model)
             for name, text, buckets in _OF_REQUESTS
