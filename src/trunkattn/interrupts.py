@@ -17,6 +17,20 @@ _WORDS: Final = "trunkattn: interrupted"
 _SHOW_CURSOR: Final = "\x1b[?25h"  # progress bars hide it
 
 
+def _stop_in_sight(number: int, _: Any) -> None:
+    """Stops the process as Ctrl+Z does without a handler, after it has shown the cursor to whoever types next."""
+    _show_cursor()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)  # this returns when the process is continued
+    signal.signal(number, _stop_in_sight)
+
+
+def _show_cursor(words: str = "") -> None:
+    """Writes to standard error, first what shows a terminal's cursor."""
+    with suppress(OSError):
+        os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{words}".encode())
+
+
 class CommandSignals:
     """The handler of a command's SIGINT, SIGTERM and SIGHUP. It raises KeyboardInterrupt, or ends the process at once.
 
@@ -41,13 +55,14 @@ class CommandSignals:
 
     @contextmanager
     def handling(self) -> Iterator["CommandSignals"]:
-        """Context in which it handles these signals, but for those that whoever started the command lets it ignore.
-        Only the main thread handles signals; in another one it handles none."""
+        """Context in which it handles these signals, but for those that whoever started the command lets it ignore, and
+        in which Ctrl+Z leaves a terminal with a cursor. Only the main thread handles signals; in another one it handles
+        none."""
         is_main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.getsignal(number) for number in _ENDING if is_main}
+        before = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGTSTP) if is_main}
         taken = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
         for number in taken:
-            signal.signal(number, self)
+            signal.signal(number, _stop_in_sight if number == signal.SIGTSTP else self)
         try:
             yield self
         finally:
@@ -59,8 +74,7 @@ class CommandSignals:
         if self.ends_at_once:
             with suppress(Exception):  # the stream may be in use, or its reader gone
                 sys.stdout.flush()
-            with suppress(OSError):
-                os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}\n{_WORDS}\n".encode())
+            _show_cursor(f"\n{_WORDS}\n")
             os._exit(128 + number)
         raise KeyboardInterrupt
 

@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP end a command with one line and its status, at once where nothing has to be put away."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -165,3 +166,35 @@ def test_a_terminal_interrupts_the_parent_alone() -> None:
 
     with CommandSignals().handling():
         assert run_all([task, task], [1.0, 1.0], lambda _: None, 2) == [True, True]
+
+
+def test_ctrl_z_leaves_a_terminal_with_a_cursor_and_loses_nothing() -> None:
+    program = """
+from rich.progress import Progress
+from trunkattn.interrupts import CommandSignals
+import sys
+
+with CommandSignals().handling(), Progress() as progress:
+    for line in sys.stdin:
+        progress.console.print(line, end="")
+"""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-c", program]
+    # of a group of its own: where no shell could continue it, the system stops no process for Ctrl+Z
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end, stderr=end, preexec_fn=os.setpgrp)
+    assert process.stdin is not None
+    for word in ("once", "again"):
+        process.stdin.write(f"{word}\n".encode())
+        process.stdin.flush()
+        shown = b""
+        while word.encode() not in shown:
+            shown += os.read(terminal, 1 << 16)
+        os.kill(process.pid, signal.SIGTSTP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        shown += os.read(terminal, 1 << 16)
+        assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
+        os.kill(process.pid, signal.SIGCONT)
+    process.stdin.close()
+    assert process.wait(120) == 0
+    os.close(end)
+    os.close(terminal)
