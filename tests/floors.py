@@ -101,6 +101,7 @@ SERVER_FLOORS = MappingProxyType(
         "lanes": 0,
         "limits": 0,
         "merged_streams": 0,
+        "stops": 0,
         "tool_calls": 0,
         "errors": 1,
         "monitoring": 1,

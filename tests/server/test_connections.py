@@ -1,5 +1,6 @@
 """Heads of requests as proxies and other clients write them, and connections between two requests."""
 
+import asyncio
 import json
 import logging
 import re
@@ -8,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 
 from trunkattn.server import ServerOptions, limits, middleware, running
 from trunkattn.server.service import Caller
+from trunkattn.server.stops import within
 
 from .conftest import PATIENCE, Server, connected, count_of, wait_for, whole_answer
 
@@ -258,6 +260,18 @@ def test_a_connection_may_rest_longer_than_a_head_may_take(
         connection.sock.sendall(b"GET /health HTTP/1.1\r\n")  # and no more of this head
         with suppress(ConnectionResetError):
             assert connection.sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("stands_still", [True, False])
+def test_time_in_which_the_server_stands_still_counts_for_no_limit(stands_still: bool) -> None:
+    async def waited() -> bool:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        loop.call_later(0.05, time.sleep, 1.6 if stands_still else 0)
+        loop.call_later(0.3, arrived.set)
+        return await within(0.2, arrived.wait)
+
+    with nullcontext() if stands_still else pytest.raises(asyncio.TimeoutError):
+        assert asyncio.run(waited())
 
 
 def test_a_connection_does_not_rest_for_ever(start_server: Callable[..., Server]) -> None:

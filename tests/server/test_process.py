@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -76,6 +77,8 @@ def test_a_signal_lets_running_answers_end_and_a_closed_stdout_stops_nobody(
     folder: Path, stop: signal.Signals, redirection: str
 ) -> None:
     with serving(folder, redirection=redirection) as (process, url, logged):
+        form = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a"}}
+        assert httpx.post(f"{url}/v1/completions", json=form, timeout=PATIENCE).status_code == 200
         whole = streamed(url, lambda: None)
         assert streamed(url, lambda: process.send_signal(stop)) == whole
         assert process.wait(PATIENCE) in (0, -stop, 128 + stop)
@@ -83,6 +86,24 @@ def test_a_signal_lets_running_answers_end_and_a_closed_stdout_stops_nobody(
         assert "Finished server process" in last  # and no library complains of objects that are left
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health", timeout=PATIENCE)
+
+
+def test_a_server_that_is_stopped_for_a_while_loses_nothing(folder: Path) -> None:
+    """As by Ctrl+Z and `fg`: its limits of time are over before it reads what came meanwhile."""
+    with serving(folder, "--timeout-keep-alive", 1) as (process, url, _):
+        whole, idle = streamed(url, lambda: None), HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)
+
+        def stop_for_a_while() -> None:
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(4)
+            idle.request("GET", "/health")
+            process.send_signal(signal.SIGCONT)
+
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ok"}'
+        stop_for_a_while()
+        assert idle.getresponse().read() == b'{"status":"ok"}'
+        assert streamed(url, stop_for_a_while) == whole
 
 
 def test_a_full_disk_for_the_log_stops_nobody(folder: Path) -> None:

@@ -101,7 +101,7 @@ def _lifespan(service: Service, live: Live) -> Callable[[FastAPI], contextlib.Ab
         finally:
             reporting.cancel()
             await asyncio.to_thread(loop.stop)
-            service.close()
+            await service.close()
 
     return lifespan
 

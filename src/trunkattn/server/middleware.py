@@ -24,6 +24,7 @@ from trunkattn.server.errors import error_response, failure
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.monitoring.metrics import Metrics
 from trunkattn.server.options import ServerOptions
+from trunkattn.server.stops import stood_still, within
 
 # What anybody may read: whether the server lives, what it counts, and the page without its data.
 _OPEN_PATHS: Final = ("/", "/health", "/metrics", "/static/")
@@ -322,8 +323,10 @@ class _Arriving:
         """The next message of the connection; raises 408 if the body is late."""
         if self._complete:
             return await self._receive()
+        if stood_still(self._deadline):
+            self._deadline = time.monotonic() + LIMITS.body_seconds
         try:
-            part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
+            part = await within(max(0.0, self._deadline - time.monotonic()), self._receive)
         except asyncio.TimeoutError:
             message = (
                 f"the body did not arrive within {LIMITS.body_seconds} s: expected all of it by then; send it again"

@@ -24,6 +24,7 @@ from trunkattn.server.errors import error_body
 from trunkattn.server.limits import LIMITS
 from trunkattn.server.middleware import ANSWERED, ID_HEADER, OTHER, name_request
 from trunkattn.server.options import ServerOptions
+from trunkattn.server.stops import stood_still
 
 _LOG: Final = logging.getLogger(__name__)
 _ACCEPTED_AT_ONCE: Final = 8  # connections that are taken before one of them is looked at
@@ -212,7 +213,24 @@ class LimitedProtocol(H11Protocol):
 
     def _arm(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
+        self._timer = self.loop.call_later(seconds, self._expire, seconds, self.loop.time() + seconds)
+
+    def _expire(self, seconds: float, due: float) -> None:
+        """Closes the connection, but for one that the server has had no time to read."""
+        if stood_still(due):
+            self._arm(seconds)
+        else:
+            self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes the connection between two requests, but for one that the server has had no time to read."""
+        timer = self.timeout_keep_alive_task
+        if timer is not None and stood_still(timer.when()):
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -182,11 +182,11 @@ class Service:
                 times.grown(output)
                 yield output
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the threads and processes."""
         self.lanes.close()
         self._compiling.close()
-        self._trial.close()
+        await self._trial.close()
 
 
 def salt_of(api_key: str | None, cache_salt: str | None) -> bytes:

@@ -18,6 +18,7 @@ from trunkattn.engine.sampling_params import StructuredOutputsParams
 from trunkattn.server.engine_loop import EngineFailed
 from trunkattn.server.lanes import Lanes
 from trunkattn.server.limits import RequestLimits
+from trunkattn.server.stops import within
 
 _WORKER: Final = Path(__file__).with_name("worker.py")
 _NUM_WORKERS: Final = 2  # a form that takes its time delays one other form at most
@@ -97,10 +98,12 @@ class FormTrial:
             self._token_seconds.popitem(last=False)
         return found, outcome.token_seconds
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for worker in list(self._processes):
+    async def close(self) -> None:
+        """Ends the processes, and waits until they have ended: the event loop that watches them ends next."""
+        workers = list(self._processes)
+        for worker in workers:
             self._end(worker)
+        await asyncio.gather(*(worker.wait() for worker in workers))
 
     async def _ready(self, worker: Process | None) -> Process:
         """A process that waits for a form: the given one, or a new one if it has ended or there is none."""
@@ -150,7 +153,7 @@ class FormTrial:
         assert worker.stdin is not None and worker.stdout is not None
         try:
             worker.stdin.write(line.encode() + b"\n")
-            return await asyncio.wait_for(worker.stdout.readline(), seconds)
+            return await within(seconds, worker.stdout.readline)
         except ConnectionError:
             return b""
         except asyncio.TimeoutError:

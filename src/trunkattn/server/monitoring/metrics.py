@@ -85,7 +85,7 @@ class EngineCollector(Collector):
             "num_gpu_blocks": pages,
             "enable_prefix_caching": cache.enable_prefix_caching,
         }
-        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in its labels.", labels=settings)
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in its labels.", labels=list(settings))
         info.add_metric(list(map(str, settings.values())), 1)
         yield info
 
