@@ -161,7 +161,8 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             body = await service.read(raw, TokenizeRequest)
             service.check_model(body.model)
             if (body.prompt is None) == (body.messages is None):
-                raise BadRequest("prompt: expected either prompt or messages", "prompt")
+                given = "both missing" if body.prompt is None else "given together"
+                raise BadRequest(f"prompt and messages are {given}: expected one of them", "prompt")
             if body.prompt is not None:
                 adds = body.add_special_tokens is not False
                 token_ids = await service.tokenization.tokens(body.prompt, "prompt", adds)

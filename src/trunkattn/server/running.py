@@ -83,7 +83,9 @@ class LimitedProtocol(H11Protocol):
             idle = [one for one in self.connections if isinstance(one, LimitedProtocol) and one._is_idle]
             oldest = min(idle, key=lambda one: one._idle_since, default=self)
             if oldest is self:
-                self._refuse(503, f"{self.most} connections are busy, as many as its open files allow; try again")
+                self._refuse(
+                    503, f"{self.most} connections are busy, as many as this server may open files for; try again"
+                )
                 self.transport.close()
             else:
                 oldest.transport.abort()

@@ -48,7 +48,7 @@ def read_body(raw: bytes, model: type[AnyBody], reading: Reading) -> AnyBody:
 def _check_size(raw: bytes, most_values: int) -> None:
     """Raises BadRequest if a body holds too much to be read."""
     if raw.count(b",") > LIMITS.values:
-        raise BadRequest(f"the body has more than {LIMITS.values} commas: expected fewer values")
+        raise BadRequest(f"the body has {raw.count(b',')} commas: expected at most {LIMITS.values}; send less")
     size = json_size(raw, LIMITS.nodes, LIMITS.digits)
     if size.nodes > LIMITS.nodes:
         raise BadRequest(
