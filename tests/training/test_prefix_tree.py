@@ -162,7 +162,7 @@ def test_a_tree_may_have_as_many_tokens_as_its_tables_count() -> None:
 
 
 def test_the_largest_root_is_counted_with_all_below_it() -> None:
-    assert DEEP.work.largest == 300 + 40 + 270 + 33 + 290
+    assert PrefixTree.from_segments(PARENTS, LENGTHS).work.largest == 300 + 40 + 270 + 33 + 290
 
 
 def segments(*parents: int, **options: Any) -> PrefixTree:
