@@ -11,10 +11,14 @@ import triton.language as tl
 from trunkattn.gpu.cards import H100, H200, Card
 from trunkattn.gpu.device_planner.formulas import (
     item_ns,
+    lead_of,
     listed_segments,
     load_ns,
     memory_tokens,
+    pitch_of,
+    splits_of,
     step_of,
+    stretch_ns,
     target_of,
     tile_blocks,
 )
@@ -55,10 +59,12 @@ def _load_kernel(loads, tiles, costs, out):
 @triton.jit
 def _scalar_kernel(numbers, out):
     case = tl.program_id(0)
-    at, to = numbers + 5 * case, out + 5 * case
+    at, to = numbers + 5 * case, out + 7 * case
     a, b, c = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
-    stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4))
-    tl.store(to, target_of(a, tl.load(at + 4), b, c))
+    stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4), 0)
+    tl.store(to, target_of(a, tl.load(at + 4), b, c, 0))
+    tl.store(to + 5, target_of(a, tl.load(at + 4), b, c, tl.load(at + 3)))
+    tl.store(to + 6, stretch_ns(a * a, b, c))
     tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
@@ -70,9 +76,16 @@ def _scalar_kernel(numbers, out):
 def _vector_kernel(sizes, targets, out, N: tl.constexpr):
     lane = tl.arange(0, N)
     size, target = tl.load(sizes + lane), tl.load(targets + lane)
-    step = step_of(size, target, 4)
+    step = step_of(size, target, 4, 0)
     tl.store(out + lane, step)
     tl.store(out + N + lane, item_ns(size.to(tl.int64), 3 * size.to(tl.int64), tl.cdiv(size, step), 4, 1340, 1850))
+    for row in tl.static_range(2):  # equal items, and stretches
+        step = step_of(size, target, 4, 8 * row)
+        lead = lead_of(step, 4 * lane, 8 * row)
+        at = out + (2 + 3 * row) * N + lane
+        tl.store(at, lead)
+        tl.store(at + N, splits_of(size, lead, step))
+        tl.store(at + 2 * N, pitch_of(size, 4, 8 * row))
 
 
 @pytest.mark.parametrize("card", [H100, H200], ids=["h100", "h200"])
@@ -106,25 +119,31 @@ def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
     numbers = rng.integers(1, 200, (CASES, 5))
     numbers[:, 1] = rng.choice([0, 1, 7, 66], CASES)
     numbers[:, 3] = rng.choice([1, 4], CASES)
-    found = torch.zeros(CASES, 5, dtype=torch.int64)
+    found = torch.zeros(CASES, 7, dtype=torch.int64)
     _scalar_kernel[(CASES,)](torch.from_numpy(numbers), found)
     for (a, b, c, subtiles, private), row in zip(numbers, found.tolist(), strict=True):
         stage = Stage(np.int64(64), np.int64(1), np.int64(1), c, b, subtiles, private)
         blocks = cost.tile_blocks(a, a + b, stage)
         assert row == [
-            layout.target_of(a, private, b, c),
+            layout.target_of(a, private, b, c, 0),
             cost.listed_segments(a, b, stage),
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),
+            layout.target_of(a, private, b, c, subtiles),
+            cost.stretch_ns(a * a, b, c),
         ]
 
 
 def test_formulas_of_vectors_are_equal_in_both_compilers() -> None:
     rng = np.random.default_rng(2)
     sizes, targets = rng.integers(0, 300, CASES), rng.integers(1, 60, CASES)
-    found = torch.zeros(2, CASES, dtype=torch.int64)
+    found = torch.zeros(8, CASES, dtype=torch.int64)
     _vector_kernel[(1,)](torch.from_numpy(sizes), torch.from_numpy(targets), found, N=CASES)
-    for size, target, step, ns in zip(sizes, targets, *found.tolist(), strict=True):
-        assert step == layout.step_of(size, target, 4)
+    for lane, (size, target, step, ns, *cuts) in enumerate(zip(sizes, targets, *found.tolist(), strict=True)):
+        assert step == layout.step_of(size, target, 4, 0)
+        for own, cut in ((0, cuts[:3]), (8, cuts[3:])):
+            step_there = layout.step_of(size, target, 4, own)
+            lead = layout.lead_of(step_there, 4 * lane, own)
+            assert cut == [lead, layout.splits_of(size, lead, step_there), layout.pitch_of(size, 4, own)]
         if size:
             assert ns == cost.item_ns(size, 3 * size, (size + step - 1) // step, 4, 1340, 1850)

@@ -1,8 +1,11 @@
 """How row tiles are cut into items, in which order these stand, and which lists fit arrays of a fixed size."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trunkattn.gpu.tiles import GpuTile
 from trunkattn.planner.planner import StepTables
@@ -30,7 +33,7 @@ from .tile_cases import cases, make_rule, tile
 def test_the_segments_that_an_item_should_have(
     total: int, num_tiles: int, num_splits: int, block_segments: int, target: int
 ) -> None:
-    assert layout.target_of(total, num_tiles, num_splits, block_segments) == target
+    assert layout.target_of(total, num_tiles, num_splits, block_segments, 0) == target
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,46 @@ def test_the_segments_that_an_item_should_have(
 )
 def test_a_tile_is_cut_into_the_nearest_number_of_targets(size: int, target: int, step: int) -> None:
     """In blocks of 4 segments."""
-    assert layout.step_of(size, target, 4) == step
+    assert layout.step_of(size, target, 4, 0) == step
+
+
+def stretches_of(sizes: list[int], num_splits: int, block: int, own: int) -> tuple[list[list[int]], int]:
+    """(the first segments of each tile's items, and its size; the segments that a stretch should have)."""
+    target, before, found = layout.target_of(sum(sizes), len(sizes), num_splits, block, own), 0, []
+    for size in sizes:
+        step = layout.step_of(size, target, block, own)
+        lead = layout.lead_of(step, before, own)
+        found.append([0, *(lead + split * step for split in range(layout.splits_of(size, lead, step) - 1)), size])
+        before += layout.pitch_of(size, block, own)
+    return found, target
+
+
+def test_tiles_of_different_lengths_are_cut_into_stretches_of_one_length() -> None:
+    """Five stretches of 12 segments for tiles of 30, 4 and 10, with 2 between two tiles. Equal items of the same tiles
+    would have 10, 4 and 10."""
+    assert stretches_of([30, 4, 10], 5, 2, 2) == ([[0, 12, 24, 30], [0, 4], [0, 10]], 12)
+
+
+@pytest.mark.property
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    num_splits=st.integers(1, 140),
+    block=st.sampled_from([1, 2, 4]),
+    own=st.integers(1, 9),
+)
+def test_a_cta_for_each_stretch_is_busy_for_the_same_time(
+    sizes: list[int], num_splits: int, block: int, own: int
+) -> None:
+    """A stretch has its segments, what each of its tiles takes to begin and end, and once more that for the tile in
+    which it begins. Items are cut between blocks only."""
+    found, target = stretches_of(sizes, num_splits, block, own)
+    begin, load = 0, np.zeros(num_splits, np.int64)
+    for edges in found:
+        assert edges == sorted(set(edges)) and not any(edge % block for edge in edges[:-1])
+        for first, last in pairwise(edges):
+            load[(begin + first) // target] += last - first + own
+        begin += layout.pitch_of(edges[-1], block, own)
+    assert load.max() <= target + own
 
 
 def test_equally_long_items_stay_in_the_order_of_the_requests() -> None:

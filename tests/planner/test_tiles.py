@@ -173,7 +173,8 @@ def test_no_candidate_needs_more_partial_slots_than_it_is_given(case: tuple[Tili
         assert (tiled(one, batch, limits).fits() == tiled(one, batch, roomy).fits()).all()
         for tiling in candidates(one):
             ((_, stage),) = stages_of(one, tiling)
-            most = 4 * stage.num_splits // 3 * min(stage.height, capacity.max_query_tokens)
+            cuts = 2 * stage.num_splits if stage.item_segments else 4 * stage.num_splits // 3
+            most = cuts * min(stage.height, capacity.max_query_tokens)
             assert tile(one, tiling, batch).num_slots <= most
 
 

@@ -64,7 +64,9 @@ def low_tiles(draw: st.DrawFn, group_size: int) -> tuple[GpuTile, ...]:
         rows = subtiles * (draw(st.integers(1, 3)) * group_size + draw(st.integers(0, group_size - 1)))
         keys = private * draw(st.sampled_from([1, 2, 4]))
         shape = GpuTile(rows, keys, 1, 1, 2, (2000, 3000), (1500, 2500), subtiles, private)
-        shapes.append(replace(shape, blocks_at_once=draw(st.sampled_from([1, 2])) if subtiles == 1 else 1))
+        if subtiles == 1:
+            shape = replace(shape, blocks_at_once=draw(st.sampled_from([1, 2])), item_blocks=draw(st.integers(0, 3)))
+        shapes.append(shape)
     return tuple(sorted(shapes, key=lambda shape: shape.block_m))
 
 

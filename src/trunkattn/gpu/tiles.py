@@ -41,6 +41,7 @@ class GpuTile(Tile):
             tile, and their times are measured with their own head_dim.
         read_percent: the percentage of the memory bandwidth that it reaches.
         blocks_at_once: blocks that its kernel computes together. Items are cut only between such groups.
+        item_blocks: as in `TileConfig`.
         queued_per_sm: CTAs launched per SM in plans of fixed size if all taller tiles share a launch; more than run at
             once. Nothing is left to merge then, and the card, which starts a CTA whenever another one ends, balances
             the tasks better than persistent CTAs do. 0: as many as run at once.
@@ -56,6 +57,7 @@ class GpuTile(Tile):
     read_percent: int = 100
     queued_per_sm: int = 0
     blocks_at_once: int = 1
+    item_blocks: int = 0
 
     @property
     def merges(self) -> bool:
@@ -145,6 +147,7 @@ def tile_config(tile: GpuTile, num_sms: int, key_bytes: int = 512) -> TileConfig
         read_percent=tile.read_percent,
         ctas_per_sm=tile.ctas_per_sm,
         blocks_at_once=tile.blocks_at_once,
+        item_blocks=tile.item_blocks,
     )
 
 

@@ -66,7 +66,8 @@ class TileConfig:
 
     block_ns: time of a block of full and of masked segments while all CTAs run. chain_ns: time of the same blocks, one
     after another, in a single CTA. blocks_at_once: blocks that are computed together; items are cut only between such
-    groups.
+    groups. item_blocks: blocks that take as long as an item takes to begin and to end, if tiles may be cut into
+    stretches (`tiles.layout.Stage`); 0: they may not.
     """
 
     rows: int
@@ -80,6 +81,7 @@ class TileConfig:
     read_percent: int = 100  # percentage of the memory bandwidth that it reaches
     ctas_per_sm: int = 1
     blocks_at_once: int = 1
+    item_blocks: int = 0
 
     def entries(self, group_size: int) -> int:
         """Query tokens that the tile holds."""

@@ -66,7 +66,7 @@ def candidates_of(rule: TilingRule) -> Candidates:
     )
 
 
-def _launch_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -> CandidateLaunch:
+def _launch_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int, item_segments: int) -> CandidateLaunch:
     """Returns a launch of a candidate. If its stage is -1 there is no launch, and the numbers of another stage fill the
     row."""
     shape = Stage(*rule.priced.stages[max(stage, 0)].tolist())
@@ -75,6 +75,7 @@ def _launch_of(rule: TilingRule, stage: int, tile_index: int, num_splits: int) -
         stage=stage,
         tile_index=tile_index,
         num_splits=num_splits,
+        item_segments=item_segments,
         height=shape.height,
         block_segments=shape.block_segments,
         subtiles=shape.subtiles,

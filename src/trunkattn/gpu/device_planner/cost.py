@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from trunkattn.gpu.device_planner.common import counts_of, load_row, trigger_and_wait
-from trunkattn.gpu.device_planner.formulas import item_ns, listed_segments, load_ns, memory_tokens, step_of, target_of
+from trunkattn.gpu.device_planner.formulas import (
+    item_ns,
+    lead_of,
+    listed_segments,
+    load_ns,
+    memory_tokens,
+    pitch_of,
+    splits_of,
+    step_of,
+    stretch_ns,
+    target_of,
+)
 from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
 from trunkattn.planner.tiles.cost import StageLoad, TileTimes
 
@@ -23,7 +34,8 @@ class CandidateLaunch(NamedTuple):
 
     stage: Any  # -1: the candidate has no such launch
     tile_index: Any  # index of its tile in the rule; -1: the candidate has no such launch
-    num_splits: Any  # see `Stage.num_splits`
+    num_splits: Any  # see `Stage`
+    item_segments: Any  # see `Stage`
     height: Any
     block_segments: Any
     subtiles: Any
@@ -43,7 +55,7 @@ class ChoiceArrays(NamedTuple):
     times: [candidates, 2] int64, predicted ns; NEVER where a launch might have more items, segments or partial results
         than its share of the limits.
     num_items, target: [candidates, 2] number of items, and segments that an item should have (`target_of`).
-    item_starts: [candidates, 2, tokens] items before each tile.
+    item_starts, leads: [candidates, 2, tokens] items before each tile, and segments of its first item (`lead_of`).
     """
 
     launches: Any
@@ -52,6 +64,7 @@ class ChoiceArrays(NamedTuple):
     num_items: Any
     target: Any
     item_starts: Any
+    leads: Any
 
 
 @triton.jit
@@ -67,16 +80,11 @@ def tile_times(tiles, tile_index):
     return TileTimes(*load_row(row, _TILE_COLUMNS))
 
 
-@triton.jit
-def num_splits_of(segments, step):
-    """Returns the number of items of a tile if an item has `step` segments."""
-    return tl.cdiv(segments, step)
-
-
 class _Sums(NamedTuple):
-    """Three sums and two maxima over the items of a launch."""
+    """Four sums and two maxima over the items of a launch."""
 
     work_ns: Any
+    chains_ns: Any
     partials: Any  # partials that cut tiles leave, which cost time
     slots: Any  # partial slots that a plan needs at most
     max_item_ns: Any
@@ -84,10 +92,13 @@ class _Sums(NamedTuple):
 
 
 @triton.jit
-def _joined(work_a, partials_a, slots_a, item_a, chain_a, work_b, partials_b, slots_b, item_b, chain_b):
+def _joined(
+    work_a, chains_a, partials_a, slots_a, item_a, chain_a, work_b, chains_b, partials_b, slots_b, item_b, chain_b
+):
     """Combines all sums and maxima in one reduction, so that the CTA's warps synchronize only once."""
     return (
         work_a + work_b,
+        chains_a + chains_b,
         partials_a + partials_b,
         slots_a + slots_b,
         tl.maximum(item_a, item_b),
@@ -107,13 +118,16 @@ def _load_tiles(arrays, tile, end):
 
 
 @triton.jit
-def _cut(arrays, num_tiles, num_entries, target, launch, times, is_only_launch, item_starts, SIZES: tl.constexpr):
-    """Returns the number of items of a launch whose items should have `target` segments, and the sums over them. It
-    stores at `item_starts` how many items come before each tile. `is_only_launch` says that the candidate has no other
-    launch."""
+def _cut(
+    arrays, num_tiles, num_entries, target, launch, times, is_only_launch, item_starts, leads, SIZES: tl.constexpr
+):
+    """Returns the number of items of a launch whose items should have `target` segments, the pitches of all tiles
+    (`pitch_of`), and the sums over the items. It stores at `item_starts` how many items come before each tile, and at
+    `leads` the segments of its first item. `is_only_launch` says that the candidate has no other launch."""
     BLOCK: tl.constexpr = SIZES.candidate_block
-    num_items = tl.zeros([], tl.int32)
-    work, partials, slots = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    num_items, pitches = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    work, chains, partials = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    slots = tl.zeros([BLOCK], tl.int64)
     max_item, max_chain = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     tile = tl.arange(0, BLOCK)
     loaded = _load_tiles(arrays, tile, tl.cdiv(SIZES.tokens, launch.height))  # before num_tiles is there
@@ -121,7 +135,13 @@ def _cut(arrays, num_tiles, num_entries, target, launch, times, is_only_launch, 
         used = tile < num_tiles
         full, masked = tl.where(used, loaded.full, 0).to(tl.int64), tl.where(used, loaded.masked, 0).to(tl.int64)
         segments = tl.where(used, loaded.segments, 0)
-        splits = num_splits_of(segments, step_of(segments, target, launch.block_segments))
+        pitch = pitch_of(segments, launch.block_segments, launch.item_segments)
+        before = pitches + tl.cumsum(pitch, 0)
+        step = step_of(segments, target, launch.block_segments, launch.item_segments)
+        lead = lead_of(step, before - pitch, launch.item_segments)
+        splits = splits_of(segments, lead, step)
+        pitches = tl.max(before, 0)
+        tl.store(leads + tile, lead, mask=used)
         ends = num_items + tl.cumsum(splits, 0)
         tl.store(item_starts + tile, ends - splits, mask=used)
         num_items = tl.max(ends, 0)
@@ -131,11 +151,14 @@ def _cut(arrays, num_tiles, num_entries, target, launch, times, is_only_launch, 
         cost = item_ns(full, masked, splits, launch.subtiles, times.full_ns, times.masked_ns)
         chain = item_ns(full, masked, splits, launch.subtiles, times.full_chain_ns, times.masked_chain_ns)
         work += cost * splits
+        chains += chain * splits
         max_item, max_chain = tl.maximum(max_item, cost), tl.maximum(max_chain, chain)
         tile += BLOCK
         loaded = _load_tiles(arrays, tile, num_tiles)
-    work, partials, slots, max_item, max_chain = tl.reduce((work, partials, slots, max_item, max_chain), 0, _joined)
-    return num_items, _Sums(work, partials, slots, max_item, max_chain)
+    work, chains, partials, slots, max_item, max_chain = tl.reduce(
+        (work, chains, partials, slots, max_item, max_chain), 0, _joined
+    )
+    return num_items, pitches, _Sums(work, chains, partials, slots, max_item, max_chain)
 
 
 @triton.jit
@@ -160,8 +183,9 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         common=tl.load(at.common, mask=is_used, other=0),
         again=tl.load(at.again, mask=is_used, other=0),
     )
-    target = target_of(total.segments, num_tiles, launch.num_splits, launch.block_segments).to(tl.int32)
-    num_items, sums = _cut(
+    own = launch.item_segments
+    target = target_of(total.segments, num_tiles, launch.num_splits, launch.block_segments, own).to(tl.int32)
+    num_items, pitches, sums = _cut(
         tile_arrays(layout.tiles, stage, SIZES.tokens),
         num_tiles,
         num_entries,
@@ -170,16 +194,17 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
         times,
         is_only_launch,
         choice.item_starts + number * SIZES.tokens,
+        choice.leads + number * SIZES.tokens,
         SIZES,
     )
     tl.store(choice.target + number, target)
     tl.store(choice.num_items + number, num_items)
     is_last = is_only_launch | (tl.program_id(1) == 1)
     load = StageLoad(
-        num_items=num_items,
+        num_items=tl.where(own > 0, (pitches + target - 1) // target, num_items),
         work_ns=sums.work_ns,
-        max_item_ns=sums.max_item_ns,
-        max_chain_ns=sums.max_chain_ns,
+        max_item_ns=tl.where(own > 0, stretch_ns(sums.work_ns, target, total.segments), sums.max_item_ns),
+        max_chain_ns=tl.where(own > 0, stretch_ns(sums.chains_ns, target, total.segments), sums.max_chain_ns),
         num_partials=tl.where(is_last, sums.partials, num_entries),
         tokens=total.segments * costs.segment_size,
         memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),

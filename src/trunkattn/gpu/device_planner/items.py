@@ -20,8 +20,8 @@ from trunkattn.gpu.device_planner.common import (
     load_fields,
     trigger_and_wait,
 )
-from trunkattn.gpu.device_planner.cost import chosen, load_launch, num_splits_of
-from trunkattn.gpu.device_planner.formulas import step_of
+from trunkattn.gpu.device_planner.cost import chosen, load_launch
+from trunkattn.gpu.device_planner.formulas import splits_of, step_of
 from trunkattn.gpu.device_planner.layout import first_node, load_nodes, node_arrays, tile_arrays
 from trunkattn.gpu.device_planner.prefix_forest import Bounds
 from trunkattn.gpu.device_planner.stats import summarize
@@ -83,6 +83,7 @@ class Cut(NamedTuple):
     stage: Any
     tile_index: Any
     num_splits: Any
+    item_segments: Any
     height: Any
     block_segments: Any
     subtiles: Any
@@ -91,14 +92,13 @@ class Cut(NamedTuple):
 
 
 class ItemRange(NamedTuple):
-    """The segments [begin, end) of a tile that an item takes. The tile has `segments` of them, and its items, the first
-    of which is `tile_item`, have `step` each."""
+    """The segments [begin, end) of a tile that an item takes. The tile has `num_items` items, the first of which is
+    `tile_item`."""
 
     tile_item: Any
     begin: Any
     end: Any
-    segments: Any
-    step: Any
+    num_items: Any
 
 
 class Split(NamedTuple):
@@ -192,7 +192,7 @@ def _split_of(arrays, rows, begin, end, cut, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr, SPLITS: tl.constexpr):
+def _tall_partials(at, first, end, cut, leads, num_entries, layout, SIZES: tl.constexpr, SPLITS: tl.constexpr):
     """Returns how many items of the candidate's first launch hold each entry of [first, end). It looks at a few splits
     of a tile at a time."""
     k = tl.arange(0, SIZES.nodes)
@@ -205,10 +205,10 @@ def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr
         node = load_nodes(arrays, k, k < 2 * tl.minimum(cut.height, num_entries - begin))
         node_begin, node_end = node.offset[:, None], (node.offset + node.segments)[:, None]
         segments = tl.load(segments_of + tile)
-        step = step_of(segments, cut.target, cut.block_segments)
-        for split in range(0, num_splits_of(segments, step), SPLITS):
-            from_segment = (split + tl.arange(0, SPLITS)[None, :]) * step
-            is_here = tl.maximum(node_begin, from_segment) < tl.minimum(node_end, from_segment + step)
+        step, lead = step_of(segments, cut.target, cut.block_segments, cut.item_segments), tl.load(leads + tile)
+        for split in range(0, splits_of(segments, lead, step), SPLITS):
+            to_segment = lead + (split + tl.arange(0, SPLITS)[None, :]) * step
+            is_here = tl.maximum(node_begin, to_segment - step) < tl.minimum(node_end, to_segment)
             low = begin + tl.min(tl.where(is_here, node.first[:, None], 255), 0)
             high = begin + tl.max(tl.where(is_here, node.stop[:, None], 0), 0)
             found += tl.sum(((low[None, :] <= at[:, None]) & (at[:, None] < high[None, :])).to(tl.int32), 1)
@@ -216,14 +216,16 @@ def _tall_partials(at, first, end, cut, num_entries, layout, SIZES: tl.constexpr
 
 
 @triton.jit
-def _merges(entry, split, token, tall, num_entries, layout, of_token, SIZES: tl.constexpr):
+def _merges(entry, split, token, tall, leads, num_entries, layout, of_token, SIZES: tl.constexpr):
     """Returns 1 if an item merges the partials of its queries, else 0, and marks the queries whose partials it merges.
 
     It is the only item of a lowest tile, and so holds the last partial of all its queries. It merges if there are
     others, and not too many. `entry` is the first one of the tile, and `token` has the query tokens of all."""
     ENTRIES: tl.constexpr = SIZES.nodes // 2
     i = tl.arange(0, ENTRIES)
-    others = _tall_partials(entry + i, entry + split.low, entry + split.high, tall, num_entries, layout, SIZES, 16)
+    others = _tall_partials(
+        entry + i, entry + split.low, entry + split.high, tall, leads, num_entries, layout, SIZES, 16
+    )
     others = tl.where((split.low <= i) & (i < split.high), others, 0)
     most = tl.max(others, 0)
     merges = ((most > 0) & (most <= SIZES.fuse_up_to)).to(tl.int32)
@@ -244,14 +246,15 @@ def _tile_of(item, starts, num_tiles, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _range_of(item, tile, starts, skipped, cut, layout, SIZES: tl.constexpr):
+def _range_of(item, tile, starts, leads, skipped, cut, layout, SIZES: tl.constexpr):
     """Returns the `ItemRange` of an item. `starts` points to the first items of the launch's tiles, which are counted
-    without the `skipped` items of the launch before."""
+    without the `skipped` items of the launch before. `leads` points to the segments of these first items."""
     tile_item = tl.load(starts + tile) + skipped
     segments = tl.load(tile_arrays(layout.tiles, cut.stage, SIZES.tokens).segments + tile)
-    step = step_of(segments, cut.target, cut.block_segments)
-    begin = (item - tile_item) * step
-    return ItemRange(tile_item, begin, tl.minimum(begin + step, segments), segments, step)
+    step, lead = step_of(segments, cut.target, cut.block_segments, cut.item_segments), tl.load(leads + tile)
+    end = lead + (item - tile_item) * step
+    begin = tl.maximum(end - step, 0)
+    return ItemRange(tile_item, begin, tl.minimum(end, segments), splits_of(segments, lead, step))
 
 
 @triton.jit
@@ -295,19 +298,20 @@ def items_kernel(
         nth = tl.where(item >= tall.num_items, 1, 0)
         cut, skipped = _select(nth == 1, low, tall), tl.where(nth == 1, tall.num_items, 0)
         starts = choice.item_starts + (candidate * 2 + nth) * SIZES.tokens
+        leads = choice.leads + candidate * 2 * SIZES.tokens
         tile = _tile_of(item - skipped, starts, tl.cdiv(num_entries, cut.height), SIZES.block)
         entry = tile * cut.height
         rows, its_nodes = tl.minimum(cut.height, num_entries - entry), first_node(cut.stage, entry, SIZES.tokens)
         i = tl.arange(0, ENTRIES)
         token = tl.load(entries.token + entry + i, mask=i < rows, other=0)
-        taken = _range_of(item, tile, starts, skipped, cut, layout, SIZES)
+        taken = _range_of(item, tile, starts, leads + nth * SIZES.tokens, skipped, cut, layout, SIZES)
         nodes = node_arrays(layout.nodes + its_nodes, SIZES.tokens)
         split = _split_of(nodes, rows, taken.begin, taken.end, cut, SIZES)
         holds = (split.low <= i) & (i < split.high)
         tl.atomic_add(of_token.tall + nth * SIZES.tokens + token, 1, mask=holds, sem="relaxed")
         merges = 0
-        if (nth == 1) & (num_splits_of(taken.segments, taken.step) == 1) & (cut.tile_index == 0):
-            merges = _merges(entry, split, token, tall, num_entries, layout, of_token, SIZES)
+        if (nth == 1) & (taken.num_items == 1) & (cut.tile_index == 0):
+            merges = _merges(entry, split, token, tall, leads, num_entries, layout, of_token, SIZES)
         bucket = cut.tile_index + merges * SIZES.heights
         _store_item(
             item_arrays(work.items + item, limits.items),

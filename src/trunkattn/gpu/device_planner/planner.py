@@ -110,6 +110,7 @@ class DevicePlanner:
             "num_items": (candidates, 2),
             "target": (candidates, 2),
             "item_starts": (candidates, 2, tokens),
+            "leads": (candidates, 2, tokens),
             "items": (items.ITEM_FIELDS.value, self._limits.items),
         }
         int64: dict[str, tuple[int, ...]] = {
@@ -195,6 +196,7 @@ class DevicePlanner:
                 num_items=b["num_items"],
                 target=b["target"],
                 item_starts=b["item_starts"],
+                leads=b["leads"],
             ),
         )
 

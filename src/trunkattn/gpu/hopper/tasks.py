@@ -15,12 +15,14 @@ _ITEM_COLUMNS = gl.constexpr(ITEM_COLUMNS)
 
 
 class Tasks(NamedTuple):
-    """Tasks of a CTA. `items` points to the first item."""
+    """Tasks of a CTA. `items` points to the first item. `full_rounds` counts the rounds in which every CTA has a
+    task."""
 
     items: Any
     num_tasks: Any
     cta: Any
     num_ctas: Any
+    full_rounds: Any
 
 
 @gluon.jit
@@ -54,10 +56,13 @@ def tasks_of(work, first_bucket, last_bucket, cta, num_ctas, NUM_GROUPS: gl.cons
     An item is a task for each of NUM_GROUPS groups of heads."""
     first_item = gl.load(work.counts + first_bucket)
     num_tasks = (gl.load(work.counts + last_bucket + 1) - first_item) * NUM_GROUPS
-    return Tasks(work.tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, num_ctas)
+    return Tasks(work.tiles.items + first_item * _ITEM_COLUMNS, num_tasks, cta, num_ctas, num_tasks // num_ctas)
 
 
 @gluon.jit
 def task_of(tasks, turn, NUM_GROUPS: gl.constexpr):
-    """Returns the task at a turn, see `scheduled_task`: an item, and one of NUM_GROUPS groups of heads."""
-    return scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, NUM_GROUPS)
+    """Returns the task at a turn, see `scheduled_task`: an item, and one of NUM_GROUPS groups of heads. The last full
+    round runs backwards. So the CTAs that have the lightest tasks of it have one more if a round follows."""
+    return scheduled_task(
+        tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, NUM_GROUPS, tasks.full_rounds
+    )

@@ -46,6 +46,7 @@ _TILE: Final = GpuTile(
     kernel=DECODE,
     one_launch=True,
     blocks_at_once=2,
+    item_blocks=4,
 )
 _NARROW_TILE: Final = replace(
     _TILE,
@@ -53,6 +54,7 @@ _NARROW_TILE: Final = replace(
     private_n=NARROW_BLOCK_ROWS,
     block_ns=(1200, 860),
     chain_ns=(1200, 875),
+    item_blocks=6,
 )
 
 
@@ -133,4 +135,4 @@ def portable_tile(rows: int, keys: int) -> GpuTile:
     rows spill in eight warps, too, where this kernel stands in for the Hopper kernel."""
     warps = 4 if rows == 16 else 8
     shape = replace(_TILE, block_m=rows, block_n=keys, warps=warps, stages=1, private_n=keys)
-    return replace(shape, kernel=PORTABLE, blocks_at_once=1)
+    return replace(shape, kernel=PORTABLE, blocks_at_once=1, item_blocks=0)

@@ -14,6 +14,7 @@ from trunkattn.planner.device import CardTimes, TileConfig
 from trunkattn.planner.tiles.cost import (
     EVERY,
     LAUNCH_COLUMNS,
+    LAUNCH_ITEM,
     LAUNCH_SPLITS,
     LAUNCH_STAGE,
     LAUNCH_TILE,
@@ -93,24 +94,27 @@ class Tiling:
     """A candidate: tile `tall` for nodes of at least `least` entries, if it is given, and tile `low` for all others.
 
     low, tall: indices of tiles. per_query: a low tile holds one query token. waves: long tiles are cut into about
-    `waves` items for each slot of the device (`layout.target_of`); 0: no tile is cut."""
+    `waves` items for each slot of the device (`layout.target_of`); 0: no tile is cut. even: all tiles are cut into one
+    stretch for each slot (`layout.Stage`)."""
 
     low: int
     tall: int | None = None
     least: int = EVERY
     per_query: bool = False
     waves: int = 1
+    even: bool = False
 
     def name(self, rule: TilingRule) -> str:
         """The name that `stats` shows: rows × keys of the tiles."""
         chosen = [rule.tiles[index] for index in (self.tall, self.low) if index is not None]
         text = "+".join(f"{tile.rows}x{tile.block_tokens}" for tile in chosen)
-        return text + (" per query" if self.per_query else "") + _CUTS[self.waves]
+        return text + (" per query" if self.per_query else "") + (" even" if self.even else _CUTS[self.waves])
 
 
 def candidates(rule: TilingRule) -> list[Tiling]:
     """All tilings of a rule: the lowest tiles with one query token each, every single tile, and every taller paired
-    tile together with every lowest one; each of them cut and uncut."""
+    tile together with every lowest one; each of them cut and uncut. Single tiles that allow it are cut into stretches,
+    too."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.tiles[index].rows == rule.tiles[usable[0]].rows]
     least = max(2, 4 * rule.tiles[lowest[0]].rows // rule.group_size)
@@ -118,7 +122,8 @@ def candidates(rule: TilingRule) -> list[Tiling]:
     pairs = [Tiling(low, tall, least) for tall in taller for low in lowest]
     per_query = [Tiling(low, per_query=True) for low in lowest]
     uncut = [*per_query, *(Tiling(index) for index in usable), *pairs]
-    return [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.per_query]
+    cut = [replace(each, waves=waves) for waves in _CUTS for each in uncut if waves or not each.per_query]
+    return cut + [replace(each, even=True) for each in uncut if each.tall is None and rule.tiles[each.low].item_blocks]
 
 
 def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, least: int, below: int) -> Stage:
@@ -131,6 +136,7 @@ def _stage(rule: TilingRule, tiling: Tiling, tile_index: int, least: int, below:
         num_splits=max(1, shape.ctas_at_once // rule.num_kv_heads) * tiling.waves,
         subtiles=shape.subtiles,
         private_segments=shape.private_tokens // rule.segment_size,
+        item_segments=shape.item_blocks * shape.block_tokens // rule.segment_size if tiling.even else 0,
     )
 
 
@@ -180,7 +186,7 @@ class PricedTilings(NamedTuple):
     """The candidates of a rule as arrays; see `cost`."""
 
     tilings: list[Tiling]
-    stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, with num_splits 0
+    stages: NDArray[np.int64]  # [stages, fields of Stage] the distinct stages, uncut
     launches: NDArray[np.int64]  # [candidates, launches, LAUNCH_COLUMNS] see `cost`
     costs: Costs
     stage_rows: dict[Tiling, NDArray[np.int64]]  # candidate -> `stage_rows_of`
@@ -208,8 +214,9 @@ def price(rule: TilingRule) -> PricedTilings:
     for number, tiling in enumerate(tilings):
         for nth, (tile_index, stage) in enumerate(stages_of(rule, tiling)):
             launch = launches[number, nth]
-            launch[LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0), len(stages))
+            launch[LAUNCH_STAGE] = stages.setdefault(stage._replace(num_splits=0, item_segments=0), len(stages))
             launch[LAUNCH_TILE], launch[LAUNCH_SPLITS] = tile_index, stage.num_splits
+            launch[LAUNCH_ITEM] = stage.item_segments
     times = rule.card_times
     costs = Costs(
         tiles=np.array([_tile_times(rule, tile) for tile in rule.tiles], np.int64),
@@ -268,8 +275,8 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
 
     The number of items of a tile is its size in targets (`layout.target_of`), rounded, so a tile is cut from one and a
     half targets on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
-    entries of a tile. With two launches every query may have two more partials, so a rule with pairs of tiles keeps all
-    slots.
+    entries of a tile. Stretches need fewer: each of their `num_splits` ends cuts a tile once. With two launches every
+    query may have two more partials, so a rule with pairs of tiles keeps all slots.
     """
     limits = tile_limits(rule, capacity)
     stages = [stages_of(rule, tiling) for tiling in candidates(rule)]

@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkattn.compiled import njit
-from trunkattn.planner.tiles.layout import stage_nodes, stage_of, step_of, target_of
+from trunkattn.planner.tiles.layout import (
+    cut_stage,
+    lead_of,
+    pitch_of,
+    splits_of,
+    stage_nodes,
+    stage_of,
+    step_of,
+    target_of,
+)
 
 EVERY = 1 << 30  # more entries than any node has
 
@@ -26,7 +35,8 @@ BLOCK_COLUMNS: Final = 4
 LAUNCH_STAGE: Final = 0  # index of its stage; -1: the candidate has no such launch
 LAUNCH_TILE: Final = 1  # index of its tile
 LAUNCH_SPLITS: Final = 2  # its num_splits
-LAUNCH_COLUMNS: Final = 3
+LAUNCH_ITEM: Final = 3  # its item_segments
+LAUNCH_COLUMNS: Final = 4
 
 Int64Array = NDArray[np.int64]
 
@@ -77,7 +87,8 @@ class StageLoads(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Sums and maxima over the items of a stage, and the tokens that they read."""
+    """Sums and maxima over the items of a stage, and the tokens that they read. Where tiles are cut into stretches, a
+    stretch counts as an item, except that `num_partials` counts those of items."""
 
     num_items: int
     work_ns: int  # sum of the items' times while all CTAs run
@@ -106,6 +117,13 @@ def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns
     is_cut = min(num_splits - 1, 1)
     masked_blocks = masked_blocks * (1 + (subtiles - 1) * is_cut)
     return (full_blocks * full_ns + masked_blocks * masked_ns) // max(num_splits, 1)
+
+
+@njit
+def stretch_ns(tiles_ns, target, num_segments):
+    """Time of a stretch of `target` segments, what items take to begin and to end among them, if all tiles take
+    `tiles_ns` and have `num_segments`."""
+    return tiles_ns * target // max(num_segments, 1)
 
 
 @njit
@@ -235,7 +253,7 @@ def stage_tokens(position, shared, tall, stage, window):
 
 @njit
 def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
-    """The loads of `stages` [stages, fields of Stage]. Their num_splits are ignored."""
+    """The loads of `stages` [stages, fields of Stage]. How they are cut is ignored."""
     most = np.int64(0)
     for i in range(len(stages)):
         most += tiles_of(np.int64(len(entries.query)), stage_of(stages[i]))
@@ -251,6 +269,12 @@ def stage_loads(forest, entries, stages, l2_tokens, window, segment_size):
         once, common, again = stage_tokens(entries.position, shared, tall, stage, window)
         memory[i] = memory_tokens(once, common, again, l2_tokens)
     return StageLoads(blocks[: indptr[-1]], indptr, memory, len(entries.query))
+
+
+@njit
+def launched_stage(stages, launch):
+    """The stage of a launch of a candidate, cut as the launch says. launch: [LAUNCH_COLUMNS]."""
+    return cut_stage(stage_of(stages[launch[LAUNCH_STAGE]]), launch[LAUNCH_SPLITS], launch[LAUNCH_ITEM])
 
 
 @njit
@@ -273,21 +297,23 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
     """Predicted time of a stage in ns. blocks: see `stage_blocks`; memory: tokens read from memory; num_queries: query
     tokens, each of which leaves a partial unless the stage is the last."""
     tile = tile_times(costs, tile_index)
-    total = blocks[:, NUM_SEGMENTS].sum()
-    target = target_of(total, tiles_of(num_queries, stage), stage.num_splits, stage.block_segments)
-    items, work, partials = np.int64(0), np.int64(0), np.int64(0)
+    total, block, own = blocks[:, NUM_SEGMENTS].sum(), stage.block_segments, stage.item_segments
+    target = target_of(total, tiles_of(num_queries, stage), stage.num_splits, block, own)
+    items, work, chains, partials, before = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     max_item, max_chain = np.int64(0), np.int64(0)
     for i in range(len(blocks)):
         full, masked, segments = blocks[i, FULL_BLOCKS], blocks[i, MASKED_BLOCKS], blocks[i, NUM_SEGMENTS]
-        splits = np.int64(1)
-        if stage.num_splits > 0:
-            step = step_of(segments, target, stage.block_segments)
-            splits = (segments + step - 1) // step
+        step = step_of(segments, target, block, own)
+        splits = splits_of(segments, lead_of(step, before, own), step)
         cost = item_ns(full, masked, splits, stage.subtiles, tile.full_ns, tile.masked_ns)
         chain = item_ns(full, masked, splits, stage.subtiles, tile.full_chain_ns, tile.masked_chain_ns)
-        items, work = items + splits, work + cost * splits
+        items, work, chains = items + splits, work + cost * splits, chains + chain * splits
         max_item, max_chain = max(max_item, cost), max(max_chain, chain)
         partials += splits * blocks[i, NUM_ENTRIES] if splits > 1 else 0
+        before += pitch_of(segments, block, own)
+    if own > 0:
+        items = (before + target - 1) // target
+        max_item, max_chain = stretch_ns(work, target, total), stretch_ns(chains, target, total)
     if not last:
         partials = np.int64(num_queries)
     load = StageLoad(
@@ -311,7 +337,7 @@ def tilings_ns(loads, stages, launches, costs):
             stage_index = launches[candidate, nth, LAUNCH_STAGE]
             if stage_index < 0 or loads.indptr[stage_index] == loads.indptr[stage_index + 1]:
                 continue
-            stage = stage_of(stages[stage_index], launches[candidate, nth, LAUNCH_SPLITS])
+            stage = launched_stage(stages, launches[candidate, nth])
             blocks = loads.blocks[loads.indptr[stage_index] : loads.indptr[stage_index + 1]]
             memory, tile_index = loads.memory[stage_index], launches[candidate, nth, LAUNCH_TILE]
             last = nth == 1 or launches[candidate, 1, LAUNCH_STAGE] < 0
@@ -328,19 +354,22 @@ def tilings_fit(loads, stages, launches, limits):
     for candidate in range(len(launches)):
         num_launches = 2 if launches[candidate, 1, LAUNCH_STAGE] >= 0 else 1
         for nth in range(num_launches):
-            stage_index, num_splits = launches[candidate, nth, LAUNCH_STAGE], launches[candidate, nth, LAUNCH_SPLITS]
-            stage = stage_of(stages[stage_index], num_splits)
+            stage_index, stage = (
+                launches[candidate, nth, LAUNCH_STAGE],
+                launched_stage(stages, launches[candidate, nth]),
+            )
             blocks = loads.blocks[loads.indptr[stage_index] : loads.indptr[stage_index + 1]]
-            total = blocks[:, NUM_SEGMENTS].sum()
-            target = target_of(total, tiles_of(loads.num_queries, stage), num_splits, stage.block_segments)
-            items, partials = np.int64(0), np.int64(0)
+            total, block, own = blocks[:, NUM_SEGMENTS].sum(), stage.block_segments, stage.item_segments
+            target = target_of(total, tiles_of(loads.num_queries, stage), stage.num_splits, block, own)
+            items, partials, before = np.int64(0), np.int64(0), np.int64(0)
             for tile in range(len(blocks)):
                 segments = blocks[tile, NUM_SEGMENTS]
-                step = step_of(segments, target, stage.block_segments)
-                count = (segments + step - 1) // step
+                step = step_of(segments, target, block, own)
+                count = splits_of(segments, lead_of(step, before, own), step)
                 items += count
                 if count > 1 or num_launches > 1:
                     partials += count * blocks[tile, NUM_ENTRIES]
+                before += pitch_of(segments, block, own)
             listed = listed_segments(total, items, stage)
             most = limits // num_launches
             fit[candidate] &= items <= most[0] and listed <= most[1] and partials <= most[2]

@@ -39,32 +39,53 @@ class Entries(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The tiles of one launch. Nodes with at least `least` and fewer than `below` entries belong to it."""
+    """The tiles of one launch, and how they are cut into items. Nodes with at least `least` and fewer than `below`
+    entries belong to it.
+
+    Tiles are cut in one of three ways. With `num_splits` 0 none is. Otherwise each tile by itself is cut into equal
+    items. With `item_segments`, all tiles in a row are cut into `num_splits` stretches of one length, whatever tiles
+    they lie in: a stretch may hold the end of one tile and the beginning of the next, as items of their own. So a CTA
+    for each stretch is busy for the same time, even if the lengths of the tiles differ much.
+    """
 
     height: int  # entries of a tile
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_splits: int  # items that all tiles are to be cut into, see `target_of`; 0: no tile is cut
+    num_splits: int  # items or stretches that all tiles are to be cut into, see `target_of`
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # segments of a subtile's block
-
-
-_NUM_SPLITS: Final = Stage._fields.index("num_splits")
+    item_segments: int = 0  # segments that take as long as an item takes to begin and to end; 0: equal items
 
 
 @njit(inner=True)
-def stage_of(fields, num_splits=-1):
-    """The Stage in an array of its fields. num_splits: replaces that field; -1 keeps it."""
-    height, least, below, block_segments, _, subtiles, private_segments = fields
+def stage_of(fields):
+    """The Stage in an array of its fields."""
+    height, least, below, block_segments, num_splits, subtiles, private_segments, item_segments = fields
     return Stage(
         height=height,
         least=least,
         below=below,
         block_segments=block_segments,
-        num_splits=fields[_NUM_SPLITS] if num_splits < 0 else num_splits,
+        num_splits=num_splits,
         subtiles=subtiles,
         private_segments=private_segments,
+        item_segments=item_segments,
+    )
+
+
+@njit(inner=True)
+def cut_stage(stage, num_splits, item_segments):
+    """A Stage whose tiles are cut in this way."""
+    return Stage(
+        height=stage.height,
+        least=stage.least,
+        below=stage.below,
+        block_segments=stage.block_segments,
+        num_splits=num_splits,
+        subtiles=stage.subtiles,
+        private_segments=stage.private_segments,
+        item_segments=item_segments,
     )
 
 
@@ -203,27 +224,52 @@ def _fill_tile(forest, entries, table, tile, stage, tile_nodes, window, segment_
 
 
 @njit
-def target_of(total, num_tiles, num_splits, block_segments):
-    """Segments that an item should have if tiles of `total` segments in all are to be cut into `num_splits` items. With
-    num_splits 0 no tile is cut.
+def target_of(total, num_tiles, num_splits, block_segments, item_segments):
+    """Segments that an item, or a stretch, should have if tiles of `total` segments in all are to be cut into
+    `num_splits` of them. With num_splits 0 no tile is cut. `Stage` describes the other arguments.
 
-    A tile is cut into the nearest whole number of such items (`step_of`). Tiles mostly have one size, so each becomes
-    as many items as fit into one round together; otherwise a few items would be left for a second round. The device
-    planner compiles both functions, too.
+    If tiles are cut into equal items, a tile becomes the nearest whole number of them (`step_of`). Tiles mostly have
+    one size, so each becomes as many items as fit into one round together; otherwise a few items would be left for a
+    second round. A stretch has room for what its items take to begin and to end, and for a block that each of them
+    does not fill. The device planner compiles this function and the next four, too.
     """
     target = total + 1
     if num_splits > 0:
-        if num_tiles <= num_splits:
-            num_splits = num_splits // max(num_tiles, 1) * max(num_tiles, 1)
-        target = max(block_segments, (total + num_splits - 1) // num_splits)
+        if item_segments > 0:
+            total += num_tiles * (block_segments - 1 + item_segments)
+            target = ((total + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments
+        else:
+            if num_tiles <= num_splits:
+                num_splits = num_splits // max(num_tiles, 1) * max(num_tiles, 1)
+            target = (total + num_splits - 1) // num_splits
+        target = max(block_segments, target)
     return target
 
 
 @njit
-def step_of(size, target, block_segments):
-    """Segments of each item of a tile except the last, which may have fewer: a whole number of blocks."""
+def step_of(size, target, block_segments, item_segments):
+    """Segments of each item of a tile but for the first and the last: a whole number of blocks."""
     num_splits = max(1, (size + target // 2) // target)
-    return max(1, ((size + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments)
+    equal = max(1, ((size + num_splits - 1) // num_splits + block_segments - 1) // block_segments * block_segments)
+    return equal + min(item_segments, 1) * (target - equal)
+
+
+@njit
+def pitch_of(size, block_segments, item_segments):
+    """Segments from the beginning of a tile to that of the next one, where tiles in a row are cut into stretches."""
+    return min(size, 1) * ((size + item_segments + block_segments - 1) // block_segments * block_segments)
+
+
+@njit
+def lead_of(step, before, item_segments):
+    """Segments of a tile's first item if the tile has so many. before: the pitches of the tiles before it."""
+    return step - min(item_segments, 1) * (before % step)
+
+
+@njit
+def splits_of(size, lead, step):
+    """Items of a tile."""
+    return min(size, 1) * (1 + max(size - lead + step - 1, 0) // step)
 
 
 @njit(inner=True)
@@ -283,33 +329,39 @@ def outline_stage(forest, entries, stage, window, segment_size):
     rows = _node_rows(forest, entries, stage, tile_nodes, window, segment_size)
     indptr, num_segments = tile_nodes.indptr, tile_nodes.num_segments
     num_tiles = len(indptr) - 1
-    target = target_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, stage.block_segments)
-    most = np.int64(0)
+    block, own = stage.block_segments, stage.item_segments
+    target = target_of(np.int64(num_segments.sum()), num_tiles, stage.num_splits, block, own)
+    most, before = np.int64(0), np.int64(0)
     for tile in range(num_tiles):
-        size = num_segments[indptr[tile] : indptr[tile + 1]].sum()
-        most += max(1, (size + target // 2) // target) + 1
+        size = np.int64(num_segments[indptr[tile] : indptr[tile + 1]].sum())
+        step = step_of(size, target, block, own)
+        most += splits_of(size, lead_of(step, before, own), step)
+        before += pitch_of(size, block, own)
     items = np.empty((most, ITEM_COLUMNS), np.int32)
     first_entry = np.empty(most, np.int64)
     uncut = np.empty(most, np.bool_)
-    count, filled, at = 0, np.int64(0), np.int64(0)
+    count, filled, at, before = 0, np.int64(0), np.int64(0), np.int64(0)
     for tile in range(num_tiles):
         size = np.int64(num_segments[indptr[tile] : indptr[tile + 1]].sum())
-        step = step_of(size, target, stage.block_segments)
+        step = step_of(size, target, block, own)
+        lead = lead_of(step, before, own)
+        num_items = splits_of(size, lead, step)
         first_node, passed = np.int64(indptr[tile]), np.int64(0)  # an item's first node; the tile's segments before it
-        for begin in range(0, size, step):
-            end = min(begin + step, size)
+        for split in range(num_items):
+            begin, end = max(lead + (split - 1) * step, 0), min(lead + split * step, size)
             while passed + num_segments[first_node] <= begin:
                 passed += num_segments[first_node]
                 first_node += 1
             low, high = _entries_of(rows, num_segments, first_node, end - passed)
             full = _leading_full(rows, num_segments, first_node, begin - passed, end - passed, low, high)
             items[count, SEGMENT_START], items[count, SEGMENT_END] = at + begin, at + end
-            items[count, SEGMENT_SHARED_END] = at + begin + full // stage.block_segments * stage.block_segments
+            items[count, SEGMENT_SHARED_END] = at + begin + full // block * block
             items[count, QUERY_START], items[count, QUERY_END] = filled, filled + high - low
-            first_entry[count], uncut[count] = low, step >= size
+            first_entry[count], uncut[count] = low, num_items == 1
             filled += high - low
             count += 1
         at += size
+        before += pitch_of(size, block, own)
     return Outline(tile_nodes, items[:count].copy(), first_entry[:count].copy(), uncut[:count].copy())
 
 

@@ -11,8 +11,8 @@ from trunkattn.compiled import njit
 from trunkattn.planner.planner import StepTables
 from trunkattn.planner.prefix_forest import Forest
 from trunkattn.planner.tiles.candidates import TileStage, Tiling, TilingRule, stage_of_row, stage_rows_of
-from trunkattn.planner.tiles.cost import LAUNCH_SPLITS, LAUNCH_STAGE, stage_loads, tilings_fit, tilings_ns
-from trunkattn.planner.tiles.layout import Entries, emit_stage, make_entries, ordered_items, outline_stage, stage_of
+from trunkattn.planner.tiles.cost import LAUNCH_STAGE, launched_stage, stage_loads, tilings_fit, tilings_ns
+from trunkattn.planner.tiles.layout import Entries, emit_stage, make_entries, ordered_items, outline_stage
 from trunkattn.planner.tiles.overlap import ChunkTimes, OverlapCosts, Overlapped, choose_overlap
 from trunkattn.planner.tiles.tile_list import TileArrays, finish, join_stages, nest
 from trunkattn.planner.work_list import TileLimits, TileList
@@ -122,7 +122,7 @@ def _overlap(forest, entries, window, stages, launches, numbers, chunks, overlap
     """(number, items, total_ns) of the best candidate. numbers: those to try."""
     best_number, best = np.int64(-1), Overlapped(np.int64(0), np.int64(0))
     for number in numbers:
-        stage = stage_of(stages[launches[number, 0, LAUNCH_STAGE]], launches[number, 0, LAUNCH_SPLITS])
+        stage = launched_stage(stages, launches[number, 0])
         assert stage.subtiles == 1 and launches[number, 1, LAUNCH_STAGE] < 0
         outline = outline_stage(forest, entries, stage, window, costs.segment_size)
         items, num_slots = ordered_items(outline, len(entries.query))
