@@ -35,7 +35,7 @@ CASES = 64
 @triton.jit
 def _load_kernel(loads, tiles, costs, out):
     case = tl.program_id(0)
-    at, tile = loads + 7 * case, tiles + 7 * case
+    at, tile = loads + 7 * case, tiles + 8 * case
     items = tl.load(at).to(tl.int32)
     load = StageLoad(
         items, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
@@ -48,6 +48,7 @@ def _load_kernel(loads, tiles, costs, out):
         tl.load(tile + 4),
         tl.load(tile + 5),
         tl.load(tile + 6),
+        tl.load(tile + 7),
     )
     for is_flat in tl.static_range(2):
         for is_last in tl.static_range(2):
@@ -64,7 +65,7 @@ def _scalar_kernel(numbers, out):
     stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4), 0)
     tl.store(to, target_of(a, tl.load(at + 4), b, c, 0))
     tl.store(to + 5, target_of(a, tl.load(at + 4), b, c, tl.load(at + 3)))
-    tl.store(to + 6, stretch_ns(a * a, b, c))
+    tl.store(to + 6, stretch_ns(a * a, b, c, tl.load(at + 3)))
     tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
@@ -94,7 +95,7 @@ def test_the_time_of_a_launch_is_equal_in_both_compilers(card: Card) -> None:
     loads = rng.integers(0, 1 << rng.integers(1, 34, (CASES, 7)))
     loads[:, 0] = rng.integers(1, 2000, CASES)  # items
     loads[:4, 1:] = 0
-    tiles = rng.integers(1, 3000, (CASES, 7))
+    tiles = rng.integers(1, 3000, (CASES, 8))
     tiles[:, 4] = rng.choice([1, 16, 66, 264, 528], CASES)  # slots
     tiles[:, 5] = rng.integers(1, 5, CASES)  # CTAs of an SM
     tiles[:, 6] = rng.integers(1, 101, CASES)  # percent
@@ -130,7 +131,7 @@ def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),
             layout.target_of(a, private, b, c, subtiles),
-            cost.stretch_ns(a * a, b, c),
+            cost.stretch_ns(a * a, b, c, subtiles),
         ]
 
 

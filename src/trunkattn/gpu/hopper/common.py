@@ -52,12 +52,12 @@ def opaque(count: gl.constexpr):
 
 
 @gluon.jit
-def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.constexpr, backwards_from=1):
+def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.constexpr, full_rounds=0):
     """Returns the task of CTA `cta` at `turn`, which grows by `num_ctas` from one task to the next. The heaviest items
     come first. Every second round runs backwards, so that all CTAs end at about the same time. A last round that is not
-    full runs forwards. `backwards_from` is odd if the second round runs backwards, and even if the first one does."""
+    full runs forwards. With the number of full rounds, the one before it runs backwards."""
     first = turn - cta
-    backwards = ((first // num_ctas + backwards_from) % 2 == 0) & (first + num_ctas <= num_tasks)
+    backwards = ((first // num_ctas + full_rounds) % 2 == 1) & (first + num_ctas <= num_tasks)
     task = gl.where(backwards, first + num_ctas - 1 - cta, turn)
     item, kv_head = task // NUM_KV_HEADS, task % NUM_KV_HEADS
     return Task(items + item * _ITEM_COLUMNS, kv_head)

@@ -63,6 +63,4 @@ def tasks_of(work, first_bucket, last_bucket, cta, num_ctas, NUM_GROUPS: gl.cons
 def task_of(tasks, turn, NUM_GROUPS: gl.constexpr):
     """Returns the task at a turn, see `scheduled_task`: an item, and one of NUM_GROUPS groups of heads. The last full
     round runs backwards. So the CTAs that have the lightest tasks of it have one more if a round follows."""
-    return scheduled_task(
-        tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, NUM_GROUPS, tasks.full_rounds
-    )
+    return scheduled_task(tasks.items, turn, tasks.cta, tasks.num_ctas, tasks.num_tasks, NUM_GROUPS, tasks.full_rounds)

@@ -203,6 +203,7 @@ def _tile_times(rule: TilingRule, tile: TileConfig) -> TileTimes:
         num_slots=max(1, tile.ctas_at_once // rule.num_kv_heads),
         ctas_per_sm=tile.ctas_per_sm,
         read_percent=tile.read_percent,
+        item_ns=tile.item_blocks * full_ns,
     )
 
 

@@ -49,6 +49,7 @@ class TileTimes(NamedTuple):
     num_slots: items that run at once on the device.
     ctas_per_sm: CTAs that run at once on an SM, of any KV head.
     read_percent: the percentage of the memory bandwidth that it reaches.
+    item_ns: what an item adds that follows another one in the same CTA; 0: nothing.
     """
 
     full_ns: int
@@ -58,6 +59,7 @@ class TileTimes(NamedTuple):
     num_slots: int
     ctas_per_sm: int
     read_percent: int
+    item_ns: int
 
 
 class Costs(NamedTuple):
@@ -120,10 +122,11 @@ def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns
 
 
 @njit
-def stretch_ns(tiles_ns, target, num_segments):
-    """Time of a stretch of `target` segments, what items take to begin and to end among them, if all tiles take
-    `tiles_ns` and have `num_segments`."""
-    return tiles_ns * target // max(num_segments, 1)
+def stretch_ns(tiles_ns, num_segments, target, item_segments):
+    """Time of a stretch if all tiles take `tiles_ns` and have `num_segments`. `target` holds what the items take to
+    begin and to end that begin with their tile. A stretch that begins inside a tile has another one, and every second
+    stretch is taken to do so."""
+    return tiles_ns * (target + item_segments // 2) // max(num_segments, 1)
 
 
 @njit
@@ -167,6 +170,7 @@ def load_ns(load, tile, costs, is_flat, is_last):
         mean_ns = load.work_ns // items
         rounds_ns = (items + slots - 1) // slots * mean_ns
         busy_ns = max(load.work_ns // slots + load.max_item_ns - mean_ns, rounds_ns)
+        busy_ns += (items - 1) // slots * tile.item_ns
     left = items % slots
     if left > 0:
         bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, load.max_chain_ns)
@@ -280,7 +284,7 @@ def launched_stage(stages, launch):
 @njit
 def tile_times(costs, tile_index):
     """The times of a tile of the rule."""
-    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent = costs.tiles[tile_index]
+    full, masked, full_chain, masked_chain, num_slots, ctas_per_sm, read_percent, own = costs.tiles[tile_index]
     return TileTimes(
         full_ns=full,
         masked_ns=masked,
@@ -289,6 +293,7 @@ def tile_times(costs, tile_index):
         num_slots=num_slots,
         ctas_per_sm=ctas_per_sm,
         read_percent=read_percent,
+        item_ns=own,
     )
 
 
@@ -313,7 +318,7 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
         before += pitch_of(segments, block, own)
     if own > 0:
         items = (before + target - 1) // target
-        max_item, max_chain = stretch_ns(work, target, total), stretch_ns(chains, target, total)
+        max_item, max_chain = stretch_ns(work, total, target, own), stretch_ns(chains, total, target, own)
     if not last:
         partials = np.int64(num_queries)
     load = StageLoad(
