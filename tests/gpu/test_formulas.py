@@ -16,9 +16,9 @@ from trunkattn.gpu.device_planner.formulas import (
     load_ns,
     memory_tokens,
     pitch_of,
+    portion_ns,
     splits_of,
     step_of,
-    stretch_ns,
     target_of,
     tile_blocks,
 )
@@ -65,7 +65,7 @@ def _scalar_kernel(numbers, out):
     stage = Stage(64, 1, 1, c, b, tl.load(at + 3), tl.load(at + 4), 0)
     tl.store(to, target_of(a, tl.load(at + 4), b, c, 0))
     tl.store(to + 5, target_of(a, tl.load(at + 4), b, c, tl.load(at + 3)))
-    tl.store(to + 6, stretch_ns(a * a, b, c, tl.load(at + 3)))
+    tl.store(to + 6, portion_ns(a * a, b, c, tl.load(at + 3)))
     tl.store(to + 1, listed_segments(a, b, stage))
     full, masked = tile_blocks(a, a + b, stage)
     tl.store(to + 2, full)
@@ -80,7 +80,7 @@ def _vector_kernel(sizes, targets, out, N: tl.constexpr):
     step = step_of(size, target, 4, 0)
     tl.store(out + lane, step)
     tl.store(out + N + lane, item_ns(size.to(tl.int64), 3 * size.to(tl.int64), tl.cdiv(size, step), 4, 1340, 1850))
-    for row in tl.static_range(2):  # equal items, and stretches
+    for row in tl.static_range(2):  # equal items, and portions
         step = step_of(size, target, 4, 8 * row)
         lead = lead_of(step, 4 * lane, 8 * row)
         at = out + (2 + 3 * row) * N + lane
@@ -131,7 +131,7 @@ def test_formulas_of_scalars_are_equal_in_both_compilers() -> None:
             *blocks,
             cost.memory_tokens(a, a // 2, a * b, c),
             layout.target_of(a, private, b, c, subtiles),
-            cost.stretch_ns(a * a, b, c, subtiles),
+            cost.portion_ns(a * a, b, c, subtiles),
         ]
 
 

@@ -45,8 +45,8 @@ def test_a_tile_is_cut_into_the_nearest_number_of_targets(size: int, target: int
     assert layout.step_of(size, target, 4, 0) == step
 
 
-def stretches_of(sizes: list[int], num_splits: int, block: int, own: int) -> tuple[list[list[int]], int]:
-    """(the first segments of each tile's items, and its size; the segments that a stretch should have)."""
+def portions_of(sizes: list[int], num_splits: int, block: int, own: int) -> tuple[list[list[int]], int]:
+    """(the first segments of each tile's items, and its size; the segments that a portion should have)."""
     target, before, found = layout.target_of(sum(sizes), len(sizes), num_splits, block, own), 0, []
     for size in sizes:
         step = layout.step_of(size, target, block, own)
@@ -56,10 +56,10 @@ def stretches_of(sizes: list[int], num_splits: int, block: int, own: int) -> tup
     return found, target
 
 
-def test_tiles_of_different_lengths_are_cut_into_stretches_of_one_length() -> None:
-    """Five stretches of 12 segments for tiles of 30, 4 and 10, with 2 between two tiles. Equal items of the same tiles
+def test_tiles_of_different_lengths_are_cut_into_portions_of_one_length() -> None:
+    """Five portions of 12 segments for tiles of 30, 4 and 10, with 2 between two tiles. Equal items of the same tiles
     would have 10, 4 and 10."""
-    assert stretches_of([30, 4, 10], 5, 2, 2) == ([[0, 12, 24, 30], [0, 4], [0, 10]], 12)
+    assert portions_of([30, 4, 10], 5, 2, 2) == ([[0, 12, 24, 30], [0, 4], [0, 10]], 12)
 
 
 @pytest.mark.property
@@ -69,12 +69,12 @@ def test_tiles_of_different_lengths_are_cut_into_stretches_of_one_length() -> No
     block=st.sampled_from([1, 2, 4]),
     own=st.integers(1, 9),
 )
-def test_a_cta_for_each_stretch_is_busy_for_the_same_time(
+def test_a_cta_for_each_portion_is_busy_for_the_same_time(
     sizes: list[int], num_splits: int, block: int, own: int
 ) -> None:
-    """A stretch has its segments, what each of its tiles takes to begin and end, and once more that for the tile in
+    """A portion has its segments, what each of its tiles takes to begin and end, and once more that for the tile in
     which it begins. Items are cut between blocks only."""
-    found, target = stretches_of(sizes, num_splits, block, own)
+    found, target = portions_of(sizes, num_splits, block, own)
     begin, load = 0, np.zeros(num_splits, np.int64)
     for edges in found:
         assert edges == sorted(set(edges)) and not any(edge % block for edge in edges[:-1])

@@ -67,7 +67,7 @@ class TileConfig:
     block_ns: time of a block of full and of masked segments while all CTAs run. chain_ns: time of the same blocks, one
     after another, in a single CTA. blocks_at_once: blocks that are computed together; items are cut only between such
     groups. item_blocks: blocks that take as long as an item takes to begin and to end, if tiles may be cut into
-    stretches (`tiles.layout.Stage`); 0: they may not.
+    portions (`tiles.layout.Stage`); 0: they may not.
     """
 
     rows: int

@@ -18,9 +18,9 @@ from trunkattn.gpu.device_planner.formulas import (
     load_ns,
     memory_tokens,
     pitch_of,
+    portion_ns,
     splits_of,
     step_of,
-    stretch_ns,
     target_of,
 )
 from trunkattn.gpu.device_planner.layout import TileArrays, Totals, tile_arrays, totals_of
@@ -203,8 +203,8 @@ def candidates_kernel(costs, layout, status, choice, limits, SIZES: tl.constexpr
     load = StageLoad(
         num_items=tl.where(own > 0, (pitches + target - 1) // target, num_items),
         work_ns=sums.work_ns,
-        max_item_ns=tl.where(own > 0, stretch_ns(sums.work_ns, total.segments, target, own), sums.max_item_ns),
-        max_chain_ns=tl.where(own > 0, stretch_ns(sums.chains_ns, total.segments, target, own), sums.max_chain_ns),
+        max_item_ns=tl.where(own > 0, portion_ns(sums.work_ns, total.segments, target, own), sums.max_item_ns),
+        max_chain_ns=tl.where(own > 0, portion_ns(sums.chains_ns, total.segments, target, own), sums.max_chain_ns),
         num_partials=tl.where(is_last, sums.partials, num_entries),
         tokens=total.segments * costs.segment_size,
         memory_tokens=memory_tokens(total.once, total.common, total.again, costs.l2_tokens),

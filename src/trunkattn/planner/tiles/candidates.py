@@ -95,7 +95,7 @@ class Tiling:
 
     low, tall: indices of tiles. per_query: a low tile holds one query token. waves: long tiles are cut into about
     `waves` items for each slot of the device (`layout.target_of`); 0: no tile is cut. even: all tiles are cut into one
-    stretch for each slot (`layout.Stage`)."""
+    portion for each slot (`layout.Stage`)."""
 
     low: int
     tall: int | None = None
@@ -113,7 +113,7 @@ class Tiling:
 
 def candidates(rule: TilingRule) -> list[Tiling]:
     """All tilings of a rule: the lowest tiles with one query token each, every single tile, and every taller paired
-    tile together with every lowest one; each of them cut and uncut. Single tiles that allow it are cut into stretches,
+    tile together with every lowest one; each of them cut and uncut. Single tiles that allow it are cut into portions,
     too."""
     usable = rule.usable()
     lowest = [index for index in usable if rule.tiles[index].rows == rule.tiles[usable[0]].rows]
@@ -276,7 +276,7 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
 
     The number of items of a tile is its size in targets (`layout.target_of`), rounded, so a tile is cut from one and a
     half targets on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
-    entries of a tile. Stretches need fewer: each of their `num_splits` ends cuts a tile once. With two launches every
+    entries of a tile. Portions need fewer: each of their `num_splits` ends cuts a tile once. With two launches every
     query may have two more partials, so a rule with pairs of tiles keeps all slots.
     """
     limits = tile_limits(rule, capacity)

@@ -49,7 +49,7 @@ class TileTimes(NamedTuple):
     num_slots: items that run at once on the device.
     ctas_per_sm: CTAs that run at once on an SM, of any KV head.
     read_percent: the percentage of the memory bandwidth that it reaches.
-    item_ns: what an item adds that follows another one in the same CTA; 0: nothing.
+    item_ns: what each item adds where a CTA computes several; 0: nothing.
     """
 
     full_ns: int
@@ -89,8 +89,8 @@ class StageLoads(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Sums and maxima over the items of a stage, and the tokens that they read. Where tiles are cut into stretches, a
-    stretch counts as an item, except that `num_partials` counts those of items."""
+    """Sums and maxima over the items of a stage, and the tokens that they read. Where tiles are cut into portions, a
+    portion counts as an item, except that `num_partials` counts those of items."""
 
     num_items: int
     work_ns: int  # sum of the items' times while all CTAs run
@@ -122,11 +122,11 @@ def item_ns(full_blocks, masked_blocks, num_splits, subtiles, full_ns, masked_ns
 
 
 @njit
-def stretch_ns(tiles_ns, num_segments, target, item_segments):
-    """Time of a stretch if all tiles take `tiles_ns` and have `num_segments`. `target` holds what the items take to
-    begin and to end that begin with their tile. A stretch that begins inside a tile has another one, and every second
-    stretch is taken to do so."""
-    return tiles_ns * (target + item_segments // 2) // max(num_segments, 1)
+def portion_ns(tiles_ns, num_segments, target, item_segments):
+    """Time of a portion if all tiles take `tiles_ns` and have `num_segments`. `target` holds what the items take to
+    begin and to end that begin with their tile. A portion that begins inside a tile has another one, and three of
+    four portions are taken to do so."""
+    return tiles_ns * (target + 3 * item_segments // 4) // max(num_segments, 1)
 
 
 @njit
@@ -170,7 +170,7 @@ def load_ns(load, tile, costs, is_flat, is_last):
         mean_ns = load.work_ns // items
         rounds_ns = (items + slots - 1) // slots * mean_ns
         busy_ns = max(load.work_ns // slots + load.max_item_ns - mean_ns, rounds_ns)
-        busy_ns += (items - 1) // slots * tile.item_ns
+        busy_ns += (items + slots - 1) // slots * tile.item_ns
     left = items % slots
     if left > 0:
         bytes_ns = bytes_ns * (items - left) // items + max(bytes_ns * left // items, load.max_chain_ns)
@@ -318,7 +318,7 @@ def stage_ns(blocks, memory, num_queries, stage, tile_index, last, costs):
         before += pitch_of(segments, block, own)
     if own > 0:
         items = (before + target - 1) // target
-        max_item, max_chain = stretch_ns(work, total, target, own), stretch_ns(chains, total, target, own)
+        max_item, max_chain = portion_ns(work, total, target, own), portion_ns(chains, total, target, own)
     if not last:
         partials = np.int64(num_queries)
     load = StageLoad(

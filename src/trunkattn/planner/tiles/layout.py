@@ -43,16 +43,16 @@ class Stage(NamedTuple):
     entries belong to it.
 
     Tiles are cut in one of three ways. With `num_splits` 0 none is. Otherwise each tile by itself is cut into equal
-    items. With `item_segments`, all tiles in a row are cut into `num_splits` stretches of one length, whatever tiles
-    they lie in: a stretch may hold the end of one tile and the beginning of the next, as items of their own. So a CTA
-    for each stretch is busy for the same time, even if the lengths of the tiles differ much.
+    items. With `item_segments`, all tiles in a row are cut into `num_splits` portions of one length, whatever tiles
+    they lie in: a portion may hold the end of one tile and the beginning of the next, as items of their own. So a CTA
+    for each portion is busy for the same time, even if the lengths of the tiles differ much.
     """
 
     height: int  # entries of a tile
     least: int
     below: int
     block_segments: int  # segments of a block of keys
-    num_splits: int  # items or stretches that all tiles are to be cut into, see `target_of`
+    num_splits: int  # items or portions that all tiles are to be cut into, see `target_of`
     subtiles: int = 1  # see `tile_list.nest`
     private_segments: int = 1  # segments of a subtile's block
     item_segments: int = 0  # segments that take as long as an item takes to begin and to end; 0: equal items
@@ -225,12 +225,12 @@ def _fill_tile(forest, entries, table, tile, stage, tile_nodes, window, segment_
 
 @njit
 def target_of(total, num_tiles, num_splits, block_segments, item_segments):
-    """Segments that an item, or a stretch, should have if tiles of `total` segments in all are to be cut into
+    """Segments that an item, or a portion, should have if tiles of `total` segments in all are to be cut into
     `num_splits` of them. With num_splits 0 no tile is cut. `Stage` describes the other arguments.
 
     If tiles are cut into equal items, a tile becomes the nearest whole number of them (`step_of`). Tiles mostly have
     one size, so each becomes as many items as fit into one round together; otherwise a few items would be left for a
-    second round. A stretch has room for what its items take to begin and to end, and for a block that each of them
+    second round. A portion has room for what its items take to begin and to end, and for a block that each of them
     does not fill. The device planner compiles this function and the next four, too.
     """
     target = total + 1
@@ -256,7 +256,7 @@ def step_of(size, target, block_segments, item_segments):
 
 @njit
 def pitch_of(size, block_segments, item_segments):
-    """Segments from the beginning of a tile to that of the next one, where tiles in a row are cut into stretches."""
+    """Segments from the beginning of a tile to that of the next one, where tiles in a row are cut into portions."""
     return min(size, 1) * ((size + item_segments + block_segments - 1) // block_segments * block_segments)
 
 
