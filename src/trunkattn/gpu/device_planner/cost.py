@@ -158,7 +158,15 @@ def _cut(
     work, chains, partials, slots, max_item, max_chain = tl.reduce(
         (work, chains, partials, slots, max_item, max_chain), 0, _joined
     )
-    return num_items, pitches, _Sums(work, chains, partials, slots, max_item, max_chain)
+    sums = _Sums(
+        work_ns=work,
+        chains_ns=chains,
+        partials=partials,
+        slots=slots,
+        max_item_ns=max_item,
+        max_chain_ns=max_chain,
+    )
+    return num_items, pitches, sums
 
 
 @triton.jit
