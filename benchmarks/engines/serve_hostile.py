@@ -60,7 +60,9 @@ MAX_GROWTH_MB: Final = 2048
 IDLE_CONNECTIONS: Final = 500
 LIVE_PAGES: Final = 100
 OPEN: Final = "still open"
-PATIENCE_S: Final = 600  # of a client: what is asked for of a CPU may take it minutes, and is no fault
+PATIENCE_S: Final = 600  # of the witness
+GIVES_UP_S: Final = 120  # a hostile client closes its connection then, which ends its request
+GONE: Final = f"gone after {GIVES_UP_S} s"
 LOWEST_PRIORITY: Final = 19
 WITNESS: Final = {"prompt": "The tide is", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
 MESSAGES: Final = [{"role": "user", "content": "hi"}]
@@ -193,7 +195,9 @@ def send(url: str, path: str, body: bytes, times: int) -> str:
     def one() -> None:
         try:
             headers = {"Content-Type": "application/json"}
-            seen.append(str(httpx.post(url + path, content=body, headers=headers, timeout=PATIENCE_S).status_code))
+            seen.append(str(httpx.post(url + path, content=body, headers=headers, timeout=GIVES_UP_S).status_code))
+        except httpx.ReadTimeout:
+            seen.append(GONE)
         except httpx.HTTPError as error:
             seen.append(type(error).__name__)
 
