@@ -56,16 +56,19 @@ def test_a_refused_body_is_named_and_counted_as_its_client_sees_it(
     assert count_of(server, "/tokenize", 499) == before[1]
 
 
-def test_a_body_comes_in_so_many_chunks_and_no_more(server: Server) -> None:
+def test_a_body_comes_in_so_many_small_chunks_and_no_more(server: Server) -> None:
     """Each takes the event loop as long as a large one, and all other clients wait meanwhile."""
-    most = limits.LIMITS.chunks
+    most, small = limits.LIMITS.chunks, limits.LIMITS.chunk_bytes - 1
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     body = json.dumps({"prompt": "trunk"})
-    for num_chunks in (most, most + 1, 10 * most):
-        text = body.ljust(num_chunks)
-        status, _, answered = whole_answer(server, head + "".join(f"1\r\n{one}\r\n" for one in text) + "0\r\n\r\n")
-        assert status == (413 if num_chunks > most else 200), answered
-    assert f"more than {most} chunks: expected larger ones" in json.loads(answered)["error"]["message"]
+    for num_chunks, size in ((most, 1), (most, small), (3 * most, small + 1), (most + 1, small), (10 * most, 1)):
+        text = body.ljust(num_chunks * size)
+        chunks = (text[at : at + size] for at in range(0, len(text), size))
+        sent = head + "".join(f"{size:x}\r\n{chunk}\r\n" for chunk in chunks) + "0\r\n\r\n"
+        status, _, answered = whole_answer(server, sent)
+        assert status == (413 if num_chunks > most and size <= small else 200), answered
+    expected = f"more than {most} chunks of fewer than {small + 1} bytes: expected larger ones"
+    assert expected in json.loads(answered)["error"]["message"]
 
 
 def test_who_is_refused_within_a_body_does_not_stay(

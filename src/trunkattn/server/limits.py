@@ -16,7 +16,7 @@ class RequestLimits:
     Attributes:
         values: commas of a body, those of its texts among them, before it is read as JSON.
         nodes: texts, names, lists, mappings and fractions of a body, and values of one whose values are no token ids.
-        chunks: chunks of a body that comes in chunks. Most clients send 8 KiB or more in each.
+        chunks: chunks of fewer than chunk_bytes bytes, of a body that comes in chunks. Most clients send 8 KiB or more.
         digits: digits of a number in a row. Those of the largest float are 309.
         unknown: names of a body that do not exist.
         depth: levels of lists and mappings in a field of any JSON (OpenAI: 10 in a schema).
@@ -49,7 +49,8 @@ class RequestLimits:
 
     values: int = 1_000_000
     nodes: int = 50_000
-    chunks: int = 10_000
+    chunks: int = 1_000
+    chunk_bytes: int = 512
     digits: int = 512
     unknown: int = 64
     depth: int = 64

@@ -40,25 +40,27 @@ _BEHIND_BYTES: Final = 64 << 10  # that are read after a request while it is ans
 
 
 class TooManyChunks(h11.RemoteProtocolError):
-    """A body comes in too many chunks."""
+    """A body comes in too many small chunks."""
 
 
 class LimitedConnection(h11.Connection):
-    """The bytes of a connection as events. A body of too many chunks is refused while it arrives: each chunk takes the
+    """The bytes of a connection as events. A body of too many small chunks is refused while it arrives: each takes the
     event loop as long as a large one, and all that have arrived are read at once."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER)
-        self._num_chunks = 0
+        self._num_small = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._num_chunks = 0
+            self._num_small = 0
         elif isinstance(event, h11.Data):
-            self._num_chunks += event.chunk_start
-            if self._num_chunks > LIMITS.chunks:
-                message = f"the body has more than {LIMITS.chunks} chunks: expected larger ones, or a Content-Length"
+            is_small = event.chunk_start and event.chunk_end and len(event.data) < LIMITS.chunk_bytes
+            self._num_small += is_small
+            if self._num_small > LIMITS.chunks:
+                small = f"{LIMITS.chunks} chunks of fewer than {LIMITS.chunk_bytes} bytes"
+                message = f"the body has more than {small}: expected larger ones, or a Content-Length"
                 raise TooManyChunks(message, error_status_hint=413)
         return event
 
