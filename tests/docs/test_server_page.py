@@ -82,7 +82,7 @@ ROWS: Final = MappingProxyType(
         },
         "| of a body | at most |": {
             "bytes": ("max_body_bytes",),
-            "chunks, with `Transfer-Encoding: chunked`": ("chunks",),
+            "chunks, with `Transfer-Encoding: chunked`": ("chunks", "chunk_bytes"),
             "commas, also within texts": ("values",),
             "texts, names, lists, mappings and fractions; in a chat, and for `/tokenize`, also all values": ("nodes",),
             "digits of a number in a row": ("digits",),

@@ -49,15 +49,15 @@ class LimitedConnection(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER)
-        self._num_small = 0
+        self._num_small = self._chunk_bytes = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_small = 0
         elif isinstance(event, h11.Data):
-            is_small = event.chunk_start and event.chunk_end and len(event.data) < LIMITS.chunk_bytes
-            self._num_small += is_small
+            self._chunk_bytes = len(event.data) + (0 if event.chunk_start else self._chunk_bytes)
+            self._num_small += event.chunk_end and self._chunk_bytes < LIMITS.chunk_bytes
             if self._num_small > LIMITS.chunks:
                 small = f"{LIMITS.chunks} chunks of fewer than {LIMITS.chunk_bytes} bytes"
                 message = f"the body has more than {small}: expected larger ones, or a Content-Length"
