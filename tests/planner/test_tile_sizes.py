@@ -69,9 +69,7 @@ def test_tiles_of_different_lengths_are_cut_into_portions_of_one_length() -> Non
     block=st.sampled_from([1, 2, 4]),
     own=st.integers(1, 9),
 )
-def test_a_cta_for_each_portion_is_busy_for_the_same_time(
-    sizes: list[int], num_splits: int, block: int, own: int
-) -> None:
+def test_portions_are_equal_whatever_tiles_they_lie_in(sizes: list[int], num_splits: int, block: int, own: int) -> None:
     """A portion has its segments, what each of its tiles takes to begin and end, and once more that for the tile in
     which it begins. Items are cut between blocks only."""
     found, target = portions_of(sizes, num_splits, block, own)

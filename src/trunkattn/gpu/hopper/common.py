@@ -54,8 +54,9 @@ def opaque(count: gl.constexpr):
 @gluon.jit
 def scheduled_task(items, turn, cta, num_ctas, num_tasks, NUM_KV_HEADS: gl.constexpr, full_rounds=0):
     """Returns the task of CTA `cta` at `turn`, which grows by `num_ctas` from one task to the next. The heaviest items
-    come first. Every second round runs backwards, so that all CTAs end at about the same time. A last round that is not
-    full runs forwards. With the number of full rounds, the one before it runs backwards."""
+    come first. Rounds alternate in direction, so that all CTAs end at about the same time. A last round that is not
+    full runs forwards. Backwards runs the second round and every other one after it or, given their number
+    `full_rounds`, the last full round and every other one before it."""
     first = turn - cta
     backwards = ((first // num_ctas + full_rounds) % 2 == 1) & (first + num_ctas <= num_tasks)
     task = gl.where(backwards, first + num_ctas - 1 - cta, turn)

@@ -276,12 +276,16 @@ def tiling_limits(rule: TilingRule, capacity: Capacity) -> TileLimits:
 
     The number of items of a tile is its size in targets (`layout.target_of`), rounded, so a tile is cut from one and a
     half targets on. Hence all cut tiles together become at most 4 / 3 of `num_splits` items, each with at most all
-    entries of a tile. Portions need fewer: each of their `num_splits` ends cuts a tile once. With two launches every
-    query may have two more partials, so a rule with pairs of tiles keeps all slots.
+    entries of a tile. Where portions are cut, each of their `num_splits` ends adds an item to a tile, so all cut tiles
+    together become at most twice as many. With two launches every query may have two more partials, so a rule with
+    pairs of tiles keeps all slots.
     """
     limits = tile_limits(rule, capacity)
     stages = [stages_of(rule, tiling) for tiling in candidates(rule)]
     if any(len(launches) > 1 for launches in stages):
         return limits
-    needed = max(4 * stage.num_splits // 3 * min(stage.height, capacity.max_query_tokens) for ((_, stage),) in stages)
+    needed = 0
+    for ((_, stage),) in stages:
+        most = 2 * stage.num_splits if stage.item_segments else 4 * stage.num_splits // 3
+        needed = max(needed, most * min(stage.height, capacity.max_query_tokens))
     return replace(limits, slots=min(limits.slots, needed))

@@ -1,8 +1,8 @@
 """The cost model of row tiles: blocks and tokens of a stage, and the time of each candidate tiling of a step.
 
 Times follow from sums and maxima over tiles, not from a simulation, so a GPU can compute the same integers in parallel.
-The device planner compiles the formulas `tile_blocks`, `item_ns`, `memory_tokens`, `load_ns` and `listed_segments` of
-this file with Triton. They must use only arithmetic that both compilers know.
+The device planner compiles the formulas `tile_blocks`, `item_ns`, `memory_tokens`, `portion_ns`, `load_ns` and
+`listed_segments` of this file with Triton. They must use only arithmetic that both compilers know.
 """
 
 from typing import Final, NamedTuple

@@ -44,8 +44,9 @@ class Stage(NamedTuple):
 
     Tiles are cut in one of three ways. With `num_splits` 0 none is. Otherwise each tile by itself is cut into equal
     items. With `item_segments`, all tiles in a row are cut into `num_splits` portions of one length, whatever tiles
-    they lie in: a portion may hold the end of one tile and the beginning of the next, as items of their own. So a CTA
-    for each portion is busy for the same time, even if the lengths of the tiles differ much.
+    they lie in: a portion may hold the end of one tile and the beginning of the next, as items of their own. No CTA is
+    bound to a portion. Kernels deal the items, heaviest first, so a CTA mostly gets a whole portion or two parts that
+    are as long as one.
     """
 
     height: int  # entries of a tile
